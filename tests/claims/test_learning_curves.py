@@ -15,6 +15,7 @@ from shoal.claims.experiments.learning_curves_charlm import (
     read_texts,
     train,
 )
+from shoal.claims.frame import ClaimRun
 from shoal.claims.judge import judge
 from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import ConfigError, DataError
@@ -70,7 +71,7 @@ def test_best_curve_and_best_size():
     assert curve[0].value == min(row[2] for row in rows if row[0] == 2.0**10)
 
 
-def test_laws_of_a_made_up_grid():
+def test_laws_of_a_made_up_grid(tmp_path):
     rows = [
         [2.0**k, 2.0**p, 3 * 2 ** (-0.1 * k) * (1 + 0.01 * (p - 0.7 * k) ** 2), float("nan"), 1.0]
         for k in range(10, 16)
@@ -78,16 +79,17 @@ def test_laws_of_a_made_up_grid():
     ]
     grid = {"lstm": rows, "transformer": [[*row[:2], 1.1 * row[2], *row[3:]] for row in rows]}
     digits = [CurvePoint(size=2.0**k, value=2 ** (-0.3 * k)) for k in range(6, 12)]
-    claim = LearningCurves()
-    result, details = claim._laws(grid, digits, constant=False)
-    replaced, _ = claim._laws(grid, digits, constant=True)
+    claim, context = LearningCurves(), ExperimentContext(work_dir=tmp_path)
+    result, replaced = ClaimRun(context), ClaimRun(context, as_baseline=True)
+    claim._laws(result, grid, digits)
+    claim._laws(replaced, grid, digits)
     by_name = {metric.name: metric for metric in claim.metrics}
-    for name, sample in result.items():
+    for name, sample in result.metrics.items():
         metric = by_name[name]
         number = {"min": min, "max": max, "value": np.median}[metric.statistic](sample.method)
         assert metric.holds(number), name
-    assert not by_name["r2"].holds(min(replaced["r2"].method))
-    assert "standard errors" in str(details["offsets"])
+    assert not by_name["r2"].holds(min(replaced.metrics["r2"].method))
+    assert "standard errors" in str(result.details["offsets"])
 
 
 def test_the_fitter_is_trusted_and_a_constant_is_not():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shoal.claims.experiments.tempi import Tempi, _timings, objects, random_nest
+from shoal.claims.frame import ClaimRun
 from shoal.claims.judge import judge
 from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import ConfigError
@@ -64,7 +65,8 @@ def packed(**changes: Any) -> dict[str, Any]:
 
 def test_the_worst_case_counts(tmp_path: Path) -> None:
     context = ExperimentContext(work_dir=tmp_path)
-    timings = _timings(packed(), False, context)
+    timings, aa = ClaimRun(context), ClaimRun(context, as_baseline=True)
+    _timings(timings, packed())
     assert timings.details["worst_case"] == {
         "mpi_speedup": "face_4B",
         "contiguous_speedup": "tiny_4B",
@@ -73,7 +75,7 @@ def test_the_worst_case_counts(tmp_path: Path) -> None:
     }
     assert timings.metrics["contiguous_speedup"].baseline == (1.5, 1.5)
     assert timings.metrics["mpi_wrong_bytes"].method == (0.0,)
-    aa = _timings(packed(), True, context)
+    _timings(aa, packed())
     assert aa.metrics["contiguous_speedup"].method == aa.metrics["contiguous_speedup"].baseline
 
 
@@ -81,7 +83,8 @@ def test_without_mpi_its_metrics_are_skipped_with_the_reason(tmp_path: Path) -> 
     raw = packed(skipped="no MPI here")
     for taken in raw["seconds"].values():
         taken.pop("mpi", None)
-    timings = _timings(raw, False, ExperimentContext(work_dir=tmp_path))
+    timings = ClaimRun(ExperimentContext(work_dir=tmp_path))
+    _timings(timings, raw)
     assert set(timings.skipped) == {"mpi_speedup", "mpi_wrong_bytes"}
     assert "mpi_speedup" not in timings.metrics
 

@@ -14,10 +14,13 @@ from typing import Annotated, ClassVar, Generic, TypeVar
 
 from pydantic import PositiveInt, StringConstraints
 
-from shoal.claims.protocols import Attempt, ExperimentContext, Metric, Status
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, Status
 from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError
 from shoal.core.files import read_yaml
+from shoal.core.measure import num_cores
+from shoal.core.native import compiler
 
 __all__ = ["BaseClaim", "CatalogueRow", "catalogue", "row_of"]
 
@@ -97,20 +100,40 @@ class _Stated(Generic[_T]):
 class BaseClaim:
     """Base of the claims: thresholds are the catalogue's, what must be installed is checked here.
 
+    A claim implements :meth:`collect`.
+
     Attributes:
         rows: number of the row of the catalogue.
-        needs: modules without which the claim cannot run.
+        needs: modules without which the claim cannot run; ``c++`` for a compiler.
+        cores: fewest processors.
     """
 
     rows: ClassVar[tuple[int, ...]]
     needs: ClassVar[tuple[str, ...]] = ()
+    cores: ClassVar[int] = 1
     metrics = _Stated(lambda row: row.metrics)
     attempts = _Stated(lambda row: row.attempts)
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Why this claim cannot run here, or None."""
-        for module in self.needs:
-            if importlib.util.find_spec(module) is None:
-                extra = "run" if module == "torch" else "bench"
-                return f"no {module}; install shoal-ml[{extra}]"
+        for need in self.needs:
+            if need == "c++":
+                if compiler() is None:
+                    return "no C++ compiler; install g++"
+            elif importlib.util.find_spec(need) is None:
+                extra = "run" if need == "torch" else "bench"
+                return f"no {need}; install shoal-ml[{extra}]"
+        if num_cores() < self.cores:
+            return f"{num_cores()} cores; it needs {self.cores}"
         return None
+
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        run = ClaimRun(context, quick=quick, as_baseline=as_baseline)
+        self.collect(run)
+        return run.samples()
+
+    def collect(self, run: ClaimRun) -> None:
+        """Put the samples of every metric that is wanted, or a reason, into ``run``."""

@@ -7,6 +7,7 @@ order.
 
 from __future__ import annotations
 
+import functools
 import math
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shoal.claims.experiments.tiny import llama
 from shoal.core.random import generator
-from shoal.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
-__all__ = ["ModuleText", "Recipe", "batch", "heldout", "mini", "text", "train"]
+__all__ = ["ModuleText", "Recipe", "batch", "heldout", "mini", "text", "train", "windows"]
 
 _WARM = 20
 
@@ -54,6 +56,7 @@ class ModuleText:
     heldout: np.ndarray
 
 
+@functools.cache
 def text(folder: Path | None = None) -> ModuleText:
     """The standard library's modules, or the Python files of a folder."""
     root = folder or Path(sysconfig.get_paths()["stdlib"])
@@ -67,33 +70,24 @@ def text(folder: Path | None = None) -> ModuleText:
 
 def mini(hidden: int, layers: int, *, ffn: int = 0, **changes: Any) -> ModelConfig:
     """The configuration of a mini-model of bytes."""
-    heads = max(1, hidden // 32)
-    return ModelConfig(
-        **{
-            "name": "mini",
-            "vocab_size": 256,
-            "hidden": hidden,
-            "num_layers": layers,
-            "num_heads": heads,
-            "num_kv_heads": heads,
-            "head_dim": 32,
-            "ffn_hidden": ffn or 3 * hidden,
-            "max_position": 512,
-            "tied": True,
-            **changes,
-        }
-    )
+    wide: dict[str, Any] = {"name": "mini", "head_dim": 32, "tied": True, **changes}
+    return llama(hidden, layers, max(1, hidden // 32), ffn=ffn, **{"length": 512, **wide})
+
+
+def windows(data: np.ndarray, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the sequences that begin there, int64 [B, T]."""
+    import torch
+
+    rows = np.stack([data[at : at + length + 1] for at in starts]).astype(np.int64)
+    both = torch.from_numpy(rows)
+    return both[:, :-1], both[:, 1:]
 
 
 def batch(data: np.ndarray, recipe: Recipe, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a step, int64 [B, T]."""
-    import torch
-
     source = generator(seed, purpose="architecture batch", step=step)
     starts = source.integers(0, len(data) - recipe.length - 1, recipe.batch)
-    rows = np.stack([data[at : at + recipe.length + 1] for at in starts]).astype(np.int64)
-    both = torch.from_numpy(rows)
-    return both[:, :-1], both[:, 1:]
+    return windows(data, starts, recipe.length)
 
 
 def train(
@@ -180,7 +174,5 @@ def heldout(model: Transformer, data: np.ndarray, recipe: Recipe, rows: int = 25
     total = 0.0
     with torch.no_grad():
         for some in np.array_split(starts, max(1, rows // 64)):
-            part = np.stack([data[at : at + recipe.length + 1] for at in some]).astype(np.int64)
-            both = torch.from_numpy(part)
-            total += float(model.loss_sum(both[:, :-1], both[:, 1:]))
+            total += float(model.loss_sum(*windows(data, some, recipe.length)))
     return total / (rows * recipe.length)

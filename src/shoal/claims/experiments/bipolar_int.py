@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave
+from shoal.claims.frame import Arm, ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.kernel.calls import MatmulPlanesCall
@@ -39,6 +37,7 @@ _BF16, _SPILLED = "torch bf16", "planes written"
 # Odd lengths around a word, and one longer than a tile.
 _LENGTHS = (1, 63, 65, 100, 200)
 _MODEL, _FORMAT, _ACTIVATIONS = "shoal-4m-h128", "bipolar3-g64", "bipolar8"
+_RECOVERED = {"fused": _SPILLED}
 _GPU = ("gpu_w2a2_over_bf16", "gpu_w1a2_over_int8")
 
 
@@ -71,34 +70,20 @@ class BipolarIntClaim(BaseClaim):
             return "this CPU has neither VNNI nor vpopcntdq"
         return None
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Count; the full run also times, for a minute, and finetunes, for another."""
-        machine = context.machine or here()
-        context.progress("all widths", 0.0)
-        metrics = {
-            "wrong_products": PairedSamples(method=_wrong(context.seed, as_baseline)),
-            "extra_memory": PairedSamples(method=_memory(machine, as_baseline)),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        result = self._timed(context, machine, metrics, as_baseline)
-        context.progress("finetuning", 0.6)
-        losses = self._finetuned(context, as_baseline)
-        metrics["finetuned_loss"] = PairedSamples(
-            method=(losses["method"],), baseline=(losses["fp32"],)
-        )
-        result["details"] |= {"losses": losses}
-        return ClaimSamples(metrics=metrics, **result)
+        machine = run.context.machine or here()
+        run.progress("all widths", 0.0)
+        run.put("wrong_products", _wrong(run.seed, run.as_baseline))
+        run.put("extra_memory", _memory(machine, run.as_baseline))
+        if run.quick:
+            return
+        self._time(run, machine)
+        run.progress("finetuning", 0.6)
+        losses = run.details["losses"] = self._finetuned(run.context, run.as_baseline)
+        run.put("finetuned_loss", losses["method"], losses["fp32"])
 
-    def _timed(
-        self,
-        context: ExperimentContext,
-        machine: Machine,
-        metrics: dict[str, PairedSamples],
-        as_baseline: bool,
-    ) -> dict[str, Any]:
+    def _time(self, run: ClaimRun, machine: Machine) -> None:
         import torch
         import torch.nn.functional as F
 
@@ -107,121 +92,102 @@ class BipolarIntClaim(BaseClaim):
         from shoal.kernel.planes.bench import held, layer, table, turning
 
         n = k = self.size
-        skipped: dict[str, str] = {}
-        codes = [_codes(n, k, context.seed + i) for i in range(self.buffers)]
+        codes = [_codes(n, k, run.seed + i) for i in range(self.buffers)]
         dense = [(torch.rand(n, k) - 0.5).to(torch.bfloat16) for _ in range(self.buffers)]
         x = torch.randn(self.tokens, k, dtype=torch.bfloat16)
         one = x[:1].contiguous()
 
-        def bf16(rows: torch.Tensor, times: int) -> Callable[[], None]:
+        def bf16(rows: torch.Tensor, times: int) -> Arm:
             return turning([lambda w=w: F.linear(rows, w) for w in dense], times)  # type: ignore[misc]
 
-        def bits(
-            rows: torch.Tensor, w: int, a: int, times: int, engine: str | None = None
-        ) -> Callable[[], None]:
+        def bits(rows: torch.Tensor, w: int, a: int, times: int, engine: str | None = None) -> Arm:
             best = ENGINES[engine] if engine else chosen(len(rows), n, k, w, a, k, machine)
             assert best is not None
             layers = [layer(best, held(c & (2**w - 1), w, a, tiles=best.tiles)) for c in codes]
-            return turning([lambda run=run: run(rows) for run in layers], times)  # type: ignore[misc]
+            return turning([lambda ready=ready: ready(rows) for ready in layers], times)  # type: ignore[misc]
 
         times = 2
-        methods: dict[str, Callable[[], object]] = {_BF16: bf16(x, times)}
-        if as_baseline:
-            methods |= {"w1a1": bf16(x, times), "w2a2": bf16(x, times)}
-        else:
-            methods |= {"w1a1": bits(x, 1, 1, times), "w2a2": bits(x, 2, 2, times)}
+        methods: dict[str, Arm] = {
+            _BF16: bf16(x, times),
+            "w1a1": bf16(x, times) if run.as_baseline else bits(x, 1, 1, times),
+            "w2a2": bf16(x, times) if run.as_baseline else bits(x, 2, 2, times),
+        }
         vnni = ENGINES["vnni"].refuses()
         if vnni is None:
             methods["vnni"] = bits(x, 7, 8, times, "vnni")
-        context.progress("the large product", 0.1)
+        run.progress("the large product", 0.1)
         with IntMatmulPeer(self.tokens, n, k, self.buffers // 2, torch.get_num_threads()) as peer:
             answer = peer()
             if vnni is None and answer == "done":
                 methods["peer"] = lambda: peer(times)
-            seconds = interleave(methods, self.pairs, seed=context.seed).seconds
-        for name in ("w1a1", "w2a2"):
-            metrics[f"{name}_over_bf16"] = PairedSamples(
-                method=seconds[name], baseline=seconds[_BF16]
-            )
-        if "peer" in seconds:
-            w1a1 = seconds["vnni" if as_baseline else "w1a1"]
-            metrics["w1a1_over_vnni"] = PairedSamples(method=w1a1, baseline=seconds["peer"])
-        else:
-            skipped["w1a1_over_vnni"] = vnni or f"oneDNN has no int8 product here: {answer}"
+            seconds = run.race(methods, self.pairs, swaps={})
         large = {name: statistics.median(taken) / times for name, taken in seconds.items()}
+        for name, bit in (("w1a1", 1), ("w2a2", 2)):
+            bound = large[_BF16] / _roof_s(machine, self.tokens, n, k, bit, bit)
+            run.put(f"{name}_over_bf16", seconds[name], seconds[_BF16], bound=bound)
+        if "peer" in seconds:
+            bound = large["peer"] / _roof_s(machine, self.tokens, n, k, 1, 1)
+            ours = seconds[run.pick("w1a1", "vnni")]
+            run.put("w1a1_over_vnni", ours, seconds["peer"], bound=bound)
+        else:
+            run.skip(vnni or f"oneDNN has no int8 product here: {answer}", "w1a1_over_vnni")
 
-        context.progress("one row", 0.3)
+        run.progress("one row", 0.3)
         times = 10
-        row = {_BF16: bf16(one, times)}
-        row["w2a8"] = bf16(one, times) if as_baseline else bits(one, 2, 8, times)
-        seconds = interleave(row, self.pairs, seed=context.seed).seconds
-        metrics["w2a8_one_row"] = PairedSamples(method=seconds["w2a8"], baseline=seconds[_BF16])
-        small = {name: statistics.median(taken) / times for name, taken in seconds.items()}
-
-        context.progress("recovery", 0.4)
-        planes_x = packed(self.tokens, k, 2, context.seed)
-        planes_w = [packed(n, k, 2, context.seed + i) for i in range(4)]
-        written = [spilled(p, self.tokens, k, 2, machine) for p in planes_w]
-        inside = (
-            written if as_baseline else [fused(p, self.tokens, k, 2, machine) for p in planes_w]
-        )
-        seconds = interleave(
-            {
-                "fused": turning([lambda run=run: run(planes_x) for run in inside], 2),  # type: ignore[misc]
-                _SPILLED: turning([lambda run=run: run(planes_x) for run in written], 2),  # type: ignore[misc]
-            },
-            self.pairs,
-            seed=context.seed,
-        ).seconds
-        metrics["recovery_gain"] = PairedSamples(
-            method=seconds["fused"], baseline=seconds[_SPILLED]
-        )
-        recovery = {name: statistics.median(taken) / 2 for name, taken in seconds.items()}
-
-        details: dict[str, JsonValue] = {
-            "large_s": dict(large),
-            "one_row_s": dict(small),
-            "recovery_s": dict(recovery),
+        row = {
+            _BF16: bf16(one, times),
+            "w2a8": bf16(one, times) if run.as_baseline else bits(one, 2, 8, times),
         }
-        if not as_baseline:
-            context.progress("all widths and engines", 0.5)
+        seconds = run.race(row, self.pairs, swaps={})
+        small = {name: statistics.median(taken) / times for name, taken in seconds.items()}
+        bound = small[_BF16] / _roof_s(machine, 1, n, k, 2, 8)
+        run.put("w2a8_one_row", seconds["w2a8"], seconds[_BF16], bound=bound)
+
+        run.progress("recovery", 0.4)
+        planes_x = packed(self.tokens, k, 2, run.seed)
+        planes_w = [packed(n, k, 2, run.seed + i) for i in range(4)]
+        forms = {
+            name: [make(p, self.tokens, k, 2, machine) for p in planes_w]
+            for name, make in run.arms({"fused": fused, _SPILLED: spilled}, _RECOVERED).items()
+        }
+        arms = {
+            name: turning([lambda ready=ready: ready(planes_x) for ready in form], 2)  # type: ignore[misc]
+            for name, form in forms.items()
+        }
+        seconds = run.race(arms, self.pairs, swaps={})
+        run.put("recovery_gain", seconds["fused"], seconds[_SPILLED])
+        run.details |= {
+            "large_s": large,
+            "one_row_s": small,
+            "recovery_s": {name: statistics.median(taken) / 2 for name, taken in seconds.items()},
+        }
+        if not run.as_baseline:
+            run.progress("all widths and engines", 0.5)
             result = table(
                 machine, size=self.size, rows=(1, 16, self.tokens), buffers=self.buffers, pairs=7
             )
-            details["table"] = [dataclasses.asdict(line) for line in result]
-        for name, reason in self._gpu(metrics, as_baseline).items():
-            skipped[name] = reason
-        roofs = {
-            "w1a1_over_bf16": large[_BF16] / _roof_s(machine, self.tokens, n, k, 1, 1),
-            "w2a2_over_bf16": large[_BF16] / _roof_s(machine, self.tokens, n, k, 2, 2),
-            "w2a8_one_row": small[_BF16] / _roof_s(machine, 1, n, k, 2, 8),
-        }
-        if "peer" in large:
-            roofs["w1a1_over_vnni"] = large["peer"] / _roof_s(machine, self.tokens, n, k, 1, 1)
-        return {
-            "skipped": skipped,
-            "details": details,
-            "bounds": {name: bound for name, bound in roofs.items() if name in metrics},
-            "profile": ", ".join(
-                f"{name} {1e3 * s:.2f} ms" for name, s in (*large.items(), *small.items())
-            ),
-        }
+            run.details["table"] = [dataclasses.asdict(line) for line in result]
+        self._gpu(run)
+        run.profile = ", ".join(
+            f"{name} {1e3 * s:.2f} ms" for name, s in (*large.items(), *small.items())
+        )
 
-    def _gpu(self, metrics: dict[str, PairedSamples], as_baseline: bool) -> dict[str, str]:
-        """Triton's product against torch's; metric -> why it is skipped."""
+    def _gpu(self, run: ClaimRun) -> None:
+        """Triton's product against torch's."""
         import torch
 
         call = MatmulPlanesCall(m=self.tokens, n=self.size, k=self.size, w=2, a=2, device="cuda")
         if not torch.cuda.is_available():
-            return dict.fromkeys(_GPU, "no GPU")
+            run.skip("no GPU", *_GPU)
+            return
         reason = kernels_of(call.op)["triton"].refuses(call)
         if reason is not None:
-            return dict.fromkeys(_GPU, f"triton {reason}")
+            run.skip(f"triton {reason}", *_GPU)
+            return
         from shoal.claims.experiments.bipolar_int_gpu import timed
 
-        result = timed(self.tokens, self.size, self.pairs, as_baseline)
-        metrics |= dict(zip(_GPU, result, strict=True))
-        return {}
+        result = timed(self.tokens, self.size, self.pairs, run.as_baseline)
+        run.metrics |= dict(zip(_GPU, result, strict=True))
 
     def _finetuned(self, context: ExperimentContext, as_baseline: bool) -> dict[str, float]:
         """Held-out losses of the model: as it was, and with few bits, by the kernel."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.core.parts import Choice
+from shoal.claims.experiments.tiny import corpus_of
 from shoal.corpora.heldout import heldout_chunks
 from shoal.corpora.tokens import prepare
 from shoal.kernel.formats import weight_format
@@ -40,13 +40,8 @@ class ScoredModel:
         ours = model in zoo.names()
         place = zoo.trained(model) if ours else Path(model)
         self.model = read(place, torch.float32)
-        corpus = (
-            Choice(name="stdlib")
-            if data is None
-            else Choice(name="text", options={"path": str(data)})
-        )
         tokenizer = "bpe" if ours and data is None else str(place)
-        self.tokens = prepare(corpus, tokenizer, self.model.config.vocab_size)
+        self.tokens = prepare(corpus_of(data), tokenizer, self.model.config.vocab_size)
         self.loss = self._loss(self.model)
 
     @torch.no_grad()

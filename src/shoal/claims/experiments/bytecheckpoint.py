@@ -23,11 +23,12 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.bytecheckpoint_load import measure_load
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import wide
+from shoal.claims.frame import ClaimRun
+from shoal.claims.ranks import on_ranks, slowest
 from shoal.core.parts import part
 
 __all__ = ["ByteCheckpointClaim"]
@@ -53,82 +54,50 @@ class ByteCheckpointClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (102,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        metrics = {
-            "balance": self._balance(as_baseline),
-            **measure_load(context, quick=quick, as_baseline=as_baseline),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        context.progress("saving in turns", 0.1)
-        times = self._times(context, as_baseline)
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        self._balance(run)
+        measure_load(run)
+        if run.quick:
+            return
+        run.progress("saving in turns", 0.1)
+        times = self._times(run)
         pairs = list(zip(times["ours"], times["theirs"], strict=True))
         plans = list(zip(times["fresh"], times["known"], strict=True))
-        metrics |= {
-            "stall_avoided": PairedSamples(
-                method=tuple(1 - one[0] / other[0] for one, other in pairs)
-            ),
-            "whole_save": PairedSamples(
-                method=tuple(ours[1] for ours, _ in pairs),
-                baseline=tuple(theirs[1] for _, theirs in pairs),
-            ),
-            "planning_avoided": PairedSamples(
-                method=tuple(1 - known / fresh for fresh, known in plans)
-            ),
-        }
-        details: dict[str, JsonValue] = {
+        run.put("stall_avoided", (1 - one[0] / other[0] for one, other in pairs))
+        run.put("whole_save", (one[1] for one, _ in pairs), (other[1] for _, other in pairs))
+        run.put("planning_avoided", (1 - known / fresh for fresh, known in plans))
+        run.details |= {
             "seconds": {name: times[name] for name in ("ours", "theirs", "fresh", "known")},
             "bytes_of_ranks": times["bytes"],
         }
-        return ClaimSamples(metrics=metrics, details=details)
 
-    def _balance(self, as_baseline: bool) -> PairedSamples:
+    def _balance(self, run: ClaimRun) -> None:
         """Planned for models of several shapes, whose tensors divide as badly as they like."""
         from shoal.claims.experiments.bytecheckpoint_ranks import shares, state
 
         ratios = []
         for width, layers in ((64, 1), (64, 3), (128, 2)):
-            result = shares(state(_config(width, layers)), _WORLD, balanced=not as_baseline)
+            result = shares(state(wide(width, layers)), _WORLD, balanced=not run.as_baseline)
             ratios.append(max(result) / max(1, min(result)))
-        return PairedSamples(method=tuple(ratios))
+        run.put("balance", ratios)
 
-    def _times(self, context: ExperimentContext, as_baseline: bool) -> dict[str, Any]:
+    def _times(self, run: ClaimRun) -> dict[str, Any]:
         """Of every save the slowest rank's; bytes of every rank."""
-        from shoal.parallel.comm.processes import run_processes
-
-        root = context.work_dir / ("baseline" if as_baseline else "saves")
-        given = {
-            "config": _config(self.width, 3),
-            "root": str(root),
-            "samples": min(self.samples, 3) if as_baseline else self.samples,
-            "saves": 1 if as_baseline else self.saves,
-            "mode": "dcp" if as_baseline else "snapshot",
-        }
-        ranks = run_processes(f"{_RANKS}:time_saves", _WORLD, given, timeout_s=500.0)
-        times: dict[str, Any] = {"bytes": [rank["bytes"] for rank in ranks]}
+        ranks = on_ranks(
+            f"{_RANKS}:time_saves",
+            _WORLD,
+            timeout_s=500.0,
+            config=wide(self.width, 3),
+            root=str(run.work_dir / run.pick("saves", "baseline")),
+            samples=run.pick(self.samples, min(self.samples, 3)),
+            saves=run.pick(self.saves, 1),
+            mode=run.pick("snapshot", "dcp"),
+        )
+        times: dict[str, Any] = {name: slowest(ranks, name) for name in ("fresh", "known")}
         for name in ("ours", "theirs"):
             times[name] = [
-                [max(seconds) for seconds in zip(*sample, strict=True)]
+                list(map(max, zip(*sample, strict=True)))
                 for sample in zip(*(rank[name] for rank in ranks), strict=True)
             ]
-        for name in ("fresh", "known"):
-            times[name] = [max(all_) for all_ in zip(*(rank[name] for rank in ranks), strict=True)]
-        return times
-
-
-def _config(width: int, layers: int) -> dict[str, Any]:
-    """A model that is wide for its depth."""
-    return {
-        "family": "llama",
-        "vocab_size": 6 * width,
-        "hidden": width,
-        "num_layers": layers,
-        "num_heads": width // 64,
-        "num_kv_heads": width // 64,
-        "head_dim": 64,
-        "ffn_hidden": width * 8 // 3,
-        "max_position": 128,
-    }
+        return {**times, "bytes": [rank["bytes"] for rank in ranks]}

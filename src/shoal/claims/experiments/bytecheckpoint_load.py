@@ -20,7 +20,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.claims.protocols import ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import llama, train_job
+from shoal.claims.frame import ClaimRun
 from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
@@ -46,30 +47,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 _REPLICAS = 4
 
 
-def measure_load(
-    context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-) -> dict[str, PairedSamples]:
-    """Samples of every metric of loading.
-
-    Args:
-        context: of the claim.
-        quick: of half of the layouts.
-        as_baseline: put the baseline in the method's place.
-    """
+def measure_load(run: ClaimRun) -> None:
+    """Take the samples of every metric of loading; the quick run has half of the layouts."""
     with torch_threads(1):
-        context.progress("loading in other layouts", 0.02)
-        place = context.work_dir / ("load-baseline" if as_baseline else "load")
-        return {
-            "read_bytes": PairedSamples(method=tuple(_read_bytes(place / "copies", as_baseline))),
-            "layout_pairs": PairedSamples(
-                method=tuple(_pairs(place / "pairs", quick, as_baseline))
-            ),
-            "samples_lost": PairedSamples(
-                method=tuple(
-                    float(_lost(context.seed + n, as_baseline)) for n in range(2 if quick else 6)
-                )
-            ),
-        }
+        run.progress("loading in other layouts", 0.02)
+        place = run.work_dir / run.pick("load", "load-baseline")
+        run.put("read_bytes", _read_bytes(place / "copies", run.as_baseline))
+        run.put("layout_pairs", _pairs(place / "pairs", run.quick, run.as_baseline))
+        seeds = range(run.seed, run.seed + (2 if run.quick else 6))
+        run.put("samples_lost", (_lost(seed, run.as_baseline) for seed in seeds))
 
 
 def _read_bytes(place: Path, as_baseline: bool) -> list[float]:
@@ -121,23 +107,20 @@ def saved_under(place: Path, layout: str) -> dict[str, torch.Tensor]:
     from shoal import checkpoint
     from shoal.checkpoint.store import Store
     from shoal.claims.lab.same_as_one import SeededWeights, tokens
+    from shoal.claims.lab.session import RankSession
     from shoal.claims.lab.thread_ranks import run_ranks
-    from shoal.parallel.tensor.rows import ReplicaSequences
     from shoal.train.state import held_by
 
     job = _job(layout)
 
     def save(comm: Comm) -> dict[str, list[Piece]]:
-        engine, updater = _built(comm, job, SeededWeights(_model()))
+        session = RankSession(comm, job, _model(), SeededWeights(_model()))
         every = tokens(job, _model().vocab_size, 0, documents=False)
-        share = len(every.inputs) // engine.replicas
-        own = slice(engine.replica * share, (engine.replica + 1) * share)
-        rows = ReplicaSequences(every.inputs[own], every.targets[own], None, own.start, 0)
-        engine.backward(rows, 1, job.global_batch * job.seq_len)
-        engine.finish()
-        updater.step(1.0)
-        engine.sharded.publish()
-        held = held_by(engine, updater)
+        rows = session.rows(every.inputs, every.targets, 0)
+        session.passes(rows, count=job.global_batch * job.seq_len)
+        session.updater.step(1.0)
+        session.engine.sharded.publish()
+        held = held_by(session.engine, session.updater)
         # Pieces by name are a tree of one level, and so a state of their own.
         checkpoint.save(place, {"all": dict(held)}, comm=comm)
         return held
@@ -167,6 +150,7 @@ def layout_pair(
     from shoal import checkpoint
     from shoal.checkpoint.shards import file_name
     from shoal.checkpoint.store import Store
+    from shoal.claims.lab.session import RankSession
     from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.train.reshard import EmptyWeights
     from shoal.train.state import held_by
@@ -174,13 +158,12 @@ def layout_pair(
     job = _job(layout)
 
     def load(comm: Comm) -> tuple[bool, int]:
-
-        engine, updater = _built(comm, job, EmptyWeights(_model()))
+        session = RankSession(comm, job, _model(), EmptyWeights(_model()))
         # What the optimizer will hold is there after a step.
-        for parameter in engine.sharded.owned().values():
+        for parameter in session.engine.sharded.owned().values():
             parameter.grad = torch.zeros_like(parameter)
-        updater.step(0.0)
-        held = held_by(engine, updater)
+        session.updater.step(0.0)
+        held = held_by(session.engine, session.updater)
         if by_file:
             index = Store(place).open(0, verify=False).index
             if comm.rank >= index.world:  # there is no file of its number
@@ -210,44 +193,19 @@ def _equal(pieces: dict[str, list[Piece]], whole: dict[str, torch.Tensor]) -> bo
     )
 
 
-def _built(comm: Comm, job: TrainJob, weights: Any) -> tuple[Any, Any]:
-    from shoal.core.parts import table
-    from shoal.parallel.engine import ParallelEngine
-    from shoal.parallel.legal import check_split
-
-    engine = ParallelEngine(job, check_split(job, _model().shape()), weights, comm)
-    return engine, table("optimizer").build(job.optimizer).build(engine.sharded.owned())
-
-
 def _job(layout: str) -> TrainJob:
-    from shoal.ir import TrainJob
-
-    common = {
-        "model": "shoal-0.3m",
-        "seq_len": 8,
-        "global_batch": 6,
-        "microbatch": 1,
-        "precision": "fp32",
-        "steps": 2,
-        "optimizer": {"name": "adamw", "lr": 1e-3},
-    }
-    return TrainJob.model_validate({**common, **LAYOUTS[layout]})
+    return train_job(
+        seq_len=8,
+        global_batch=6,
+        microbatch=1,
+        steps=2,
+        optimizer={"name": "adamw", "lr": 1e-3},
+        **LAYOUTS[layout],
+    )
 
 
 def _model() -> ModelConfig:
-    from shoal.model.config import ModelConfig
-
-    return ModelConfig(
-        family="llama",
-        vocab_size=29,
-        hidden=16,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=4,
-        ffn_hidden=24,
-        max_position=32,
-    )
+    return llama(16, 2, 4, kv_heads=2, vocab=29, ffn=24, length=32)
 
 
 def _lost(seed: int, as_baseline: bool) -> int:

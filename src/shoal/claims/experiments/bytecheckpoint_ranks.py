@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.peers import Peers
     from shoal.checkpoint.protocols import Saver
+    from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
 
 __all__ = ["shares", "state", "time_saves"]
 
 
-def state(config: dict[str, Any]) -> dict[str, Tensor]:
+def state(config: ModelConfig) -> dict[str, Tensor]:
     """Weights of a fresh model and two moments of each, the same on every rank."""
-    from shoal.model.config import ModelConfig
     from shoal.train import zoo
 
     state: dict[str, Tensor] = {}
-    for name, parameter in zoo.random(ModelConfig.model_validate(config)).named_parameters():
+    for name, parameter in zoo.random(config).named_parameters():
         weight = parameter.detach()
         state[MODEL + name] = weight
         state[f"{OPTIMIZER}{name}.exp_avg"] = weight * 0.1
@@ -88,7 +88,7 @@ class Dcp:
 
 
 def time_saves(
-    comm: Comm, *, config: dict[str, Any], root: str, samples: int, saves: int, mode: str
+    comm: Comm, *, config: ModelConfig, root: str, samples: int, saves: int, mode: str
 ) -> dict[str, Any]:
     """Seconds of saves by a mode of ours and by DCP, in turns, and of plans.
 

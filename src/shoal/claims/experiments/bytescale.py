@@ -17,7 +17,6 @@ The A/A run has the fixed grid.
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Annotated, Any, ClassVar
 
@@ -26,7 +25,7 @@ from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments import ragged
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 
 __all__ = ["ByteScaleClaim"]
@@ -54,56 +53,40 @@ class ByteScaleClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (20,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.experiments.ragged_ranks import errors
 
-        context.progress("thirty-two ranks", 0.02)
+        run.progress("thirty-two ranks", 0.02)
         sizes = ragged.lengths()
         scaled = np.maximum(1, np.rint(sizes * (_CP * _CAPACITY / sizes.max()))).astype(np.int64)
-        plain = self._simulated(scaled.tolist(), 32, static=as_baseline)
-        grouped = self._simulated(scaled.tolist(), 8, static=as_baseline)
-        context.progress("steps beside one process", 0.1)
-        batching = (
-            {"name": "packed", "capacity_tokens": 16, "cp": 2}
-            if as_baseline
-            else {"name": "bytescale", "capacity_tokens": 12}
+        plain = self._simulated(scaled.tolist(), 32, static=run.as_baseline)
+        grouped = self._simulated(scaled.tolist(), 8, static=run.as_baseline)
+        run.put("over_static", plain["step_s"], plain["static_s"])
+        run.put("over_static_grouped", grouped["step_s"], grouped["static_s"])
+        sent = [[one[key] for one in (plain, grouped)] for key in ("bytes", "static_bytes")]
+        run.put("attention_bytes", *sent)
+        run.progress("steps beside one process", 0.1)
+        batching: dict[str, Any] = run.pick(
+            {"name": "bytescale", "capacity_tokens": 12},
+            {"name": "packed", "capacity_tokens": 16, "cp": 2},
         )
-        seeds = [context.seed + n for n in range(1 if quick else self.seeds)]
-        metrics = {
-            "over_static": PairedSamples(method=(plain["step_s"],), baseline=(plain["static_s"],)),
-            "over_static_grouped": PairedSamples(
-                method=(grouped["step_s"],), baseline=(grouped["static_s"],)
-            ),
-            "attention_bytes": PairedSamples(
-                method=(plain["bytes"], grouped["bytes"]),
-                baseline=(plain["static_bytes"], grouped["static_bytes"]),
-            ),
-            "error": PairedSamples(method=errors(batching, seeds)),
-        }
-        details: dict[str, Any] = {
+        seeds = range(run.seed, run.seed + (1 if run.quick else self.seeds))
+        run.put("error", errors(batching, seeds))
+        run.details |= {
             "sequences": len(sizes),
             "tokens": int(scaled.sum()),
             "plain": plain,
             "grouped": grouped,
         }
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        context.progress("planning for a thousand ranks", 0.2)
-        metrics["planning_s"] = PairedSamples(
-            method=self._planned(scaled, context, static=as_baseline)
-        )
-        context.progress("two real ranks", 0.25)
-        chosen = np.random.default_rng(context.seed).choice(scaled, self.documents, replace=False)
-        half = self.longest // 2
-        own = None if as_baseline else {"name": "bytescale", "capacity_tokens": half}
-        timed, ours, theirs = ragged.raced(chosen, self.longest, self.turns, "ring", own)
-        metrics["real_ranks"] = PairedSamples(method=timed[ours], baseline=timed[theirs])
-        details["real_s"] = {name: list(seconds) for name, seconds in timed.items()}
-        profile = ", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in timed.items())
-        return ClaimSamples(metrics=metrics, details=details, profile=profile)
+        if run.quick:
+            return
+        run.progress("planning for a thousand ranks", 0.2)
+        run.put("planning_s", self._planned(scaled, run.seed, static=run.as_baseline))
+        run.progress("two real ranks", 0.25)
+        chosen = np.random.default_rng(run.seed).choice(scaled, self.documents, replace=False)
+        part = {"name": "bytescale", "capacity_tokens": self.longest // 2}
+        ragged.race_ranks(run, chosen, self.longest, self.turns, "ring", part)
 
     def _simulated(self, lengths: list[int], kv_heads: int, *, static: bool) -> dict[str, float]:
         """Predicted seconds and bytes of one step, of both."""
@@ -127,14 +110,12 @@ class ByteScaleClaim(BaseClaim):
             "static_idle_share": theirs.idle_share,
         }
 
-    def _planned(
-        self, scaled: np.ndarray, context: ExperimentContext, *, static: bool
-    ) -> tuple[float, ...]:
+    def _planned(self, scaled: np.ndarray, seed: int, *, static: bool) -> list[float]:
         """Seconds that planning takes, of ten thousand sequences on 1,024 ranks."""
         from shoal.plan.balance.sequences.bytescale import ByteScale
         from shoal.plan.balance.sequences.packed import PackedAssigner
 
-        source = np.random.default_rng(context.seed)
+        source = np.random.default_rng(seed)
         cost = ragged.cost_of(32, _FLOPS, ((1024, _LINK),))
         part: Any = ByteScale(capacity_tokens=_CAPACITY)
         if static:
@@ -145,4 +126,4 @@ class ByteScaleClaim(BaseClaim):
             begin = time.perf_counter()
             part.assign(lengths, 1024, cost)
             results.append(time.perf_counter() - begin)
-        return tuple(results)
+        return results

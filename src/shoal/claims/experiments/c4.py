@@ -18,11 +18,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
+from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.path_jobs import times_of_jobs
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.protocols import ExperimentContext
+from shoal.claims.ranks import on_ranks
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
 from shoal.machine.emulate import emulate, unavailable
@@ -60,83 +61,50 @@ class C4(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (4,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Plant, record, locate; plan, hash, simulate."""
         from shoal.claims.experiments import c4_ranks as ranks
 
+        missed = run.details["missed"] = []
+
         # The A/A run asks another locator about the same records.
-        fields: dict[str, list[float]] = {"located": [], "alarms": [], "real": [], "shaped": []}
-        missed: list[str] = []
-
         def ask(evidence: Evidence) -> FaultVerdict:
-            return longest_waiter(evidence) if as_baseline else C4D().locate(evidence)
+            return longest_waiter(evidence) if run.as_baseline else C4D().locate(evidence)
 
-        count = 8 if quick else self.faults
-        steps = 12 if quick else _STEPS
-        clean = _CHUNK if quick else self.clean_steps
-        work = _records(context, ranks, count, steps, clean, quick)
-        for fault, evidence in work["virtual"]:
-            verdict = ask(evidence)
-            good = ranks.right(verdict, fault)
-            fields["located"].append(float(good))
-            if not good:
-                missed.append(_missed("virtual", fault, verdict))
-        total = sum(len(ask(evidence).faults) for evidence in work["clean"])
-        alarms = total * 1000.0 / clean
-        metrics = {
-            "located": PairedSamples(method=tuple(fields["located"])),
-            "false_alarms": PairedSamples(method=(alarms,)),
-        }
-        skipped: dict[str, str] = {}
-        details: dict[str, JsonValue] = {}
-        if not quick:
-            for fault, evidence in work["threads"]:
+        def located(where: str, planted: list[tuple[InjectedFault, Evidence]]) -> list[bool]:
+            """Which faults are named; the others are noted."""
+            named = []
+            for fault, evidence in planted:
                 verdict = ask(evidence)
-                good = ranks.right(verdict, fault)
-                fields["real"].append(float(good))
-                if not good:
-                    missed.append(_missed("threads", fault, verdict))
-            metrics["located_in_real_time"] = PairedSamples(method=tuple(fields["real"]))
-            if work["why"]:
-                skipped["located_shaped"] = work["why"]
-            else:
-                for fault, evidence in work["shaped"]:
-                    verdict = ask(evidence)
-                    good = ranks.right(verdict, fault)
-                    fields["shaped"].append(float(good))
-                    if not good:
-                        missed.append(_missed("namespaces", fault, verdict))
-                metrics["located_shaped"] = PairedSamples(method=tuple(fields["shaped"]))
-        metrics |= self._paths(context, quick, as_baseline, details)
-        details["missed"] = list(missed)
-        details["kinds"] = dict(Counter(fault.kind for fault, _ in work["virtual"]))
-        return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
+                named.append(ranks.right(verdict, fault))
+                if not named[-1]:
+                    missed.append(_missed(where, fault, verdict))
+            return named
 
-    def _paths(
-        self,
-        context: ExperimentContext,
-        quick: bool,
-        as_baseline: bool,
-        details: dict[str, JsonValue],
-    ) -> dict[str, PairedSamples]:
+        count, steps = (8, 12) if run.quick else (self.faults, _STEPS)
+        clean = _CHUNK if run.quick else self.clean_steps
+        work = _records(run.context, ranks, count, steps, clean, run.quick)
+        run.put("located", located("virtual", work["virtual"]))
+        total = sum(len(ask(evidence).faults) for evidence in work["clean"])
+        run.put("false_alarms", total * 1000.0 / clean)
+        if not run.quick:
+            run.put("located_in_real_time", located("threads", work["threads"]))
+            if work["why"]:
+                run.skip(work["why"], "located_shaped")
+            else:
+                run.put("located_shaped", located("namespaces", work["shaped"]))
+        self._paths(run)
+        run.details["kinds"] = Counter(fault.kind for fault, _ in work["virtual"])
+
+    def _paths(self, run: ClaimRun) -> None:
         """The rings of three jobs, each hashed and planned."""
-        planner = "ecmp" if as_baseline else "c4p"
-        draws = 4 if quick else self.draws
-        planned, hashed, flows, others = [], [], [], []
-        for seed in range(draws):
-            one = times_of_jobs(planner, seed=context.seed + seed)
-            two = times_of_jobs("ecmp", seed=context.seed + seed)
-            planned.append(statistics.fmean(one.job_s))
-            hashed.append(statistics.fmean(two.job_s))
-            flows.append(float(one.busiest))
-            others.append(float(two.busiest))
-        details["ecmp_max_link_flows"] = min(others)
-        return {
-            "path_ratio": PairedSamples(method=tuple(planned), baseline=tuple(hashed)),
-            "max_link_flows": PairedSamples(method=tuple(flows)),
-        }
+        seeds = range(run.seed, run.seed + (4 if run.quick else self.draws))
+        planned = [times_of_jobs(run.pick("c4p", "ecmp"), seed=seed) for seed in seeds]
+        hashed = [times_of_jobs("ecmp", seed=seed) for seed in seeds]
+        run.details["ecmp_max_link_flows"] = min(float(one.busiest) for one in hashed)
+        times = ((statistics.fmean(one.job_s) for one in some) for some in (planned, hashed))
+        run.put("path_ratio", *times)
+        run.put("max_link_flows", (one.busiest for one in planned))
 
 
 def _records(
@@ -182,25 +150,20 @@ def _within(run: Any, *arguments: Any, **options: Any) -> Evidence:
 
 def _shaped(context: ExperimentContext, ranks: Any) -> list[tuple[InjectedFault, Evidence]]:
     """Four processes, each in its own namespace; one at a quarter of the rate, one way."""
-    from shoal.parallel.comm.processes import run_processes
-
     results = []
     cases = [(place, rank) for rank in range(_SHAPED_WORLD) for place in ("sender", "receiver")]
     for i, (place, rank) in enumerate(cases):
         context.progress(f"rank {rank} as {place} in a namespace", 0.8 + 0.2 * i / len(cases))
-        fault = ranks.Planted("communication_slow", place, (rank,), 4.0, 0)
+        fault = ranks.InjectedFault("communication_slow", place, (rank,), 4.0, 0)
         with (
             emulate(_SHAPED_WORLD, bandwidth=_SHAPED_BANDWIDTH) as network,
             scratch_directory("c4") as folder,
         ):
             network.reshape(rank, _SHAPED_BANDWIDTH / 4, sends=place == "sender")
-            run_processes(
-                f"{_RANKS}:run_processes_step",
-                _SHAPED_WORLD,
-                {"folder": str(folder), "steps": 14, "elements": _SHAPED_ELEMENTS},
-                ranks_per_node=1,
-                start=network.start,
-            )
+            on_ranks(
+                f"{_RANKS}:run_processes_step", _SHAPED_WORLD, network=network, folder=str(folder),
+                steps=14, elements=_SHAPED_ELEMENTS,
+            )  # fmt: skip
             results.append((fault, Evidence.load(folder)))
     return results
 

@@ -196,39 +196,11 @@ def run_virtual(
     links = _SlowLinks(latency_s=LATENCY_S, bandwidth=BANDWIDTH, fault=fault)
 
     def rank(inner: LinkComm) -> None:
-        recorder = Recorder(
-            folder / f"rank-{inner.rank}.flight",
-            inner.rank,
-            world,
-            capacity=(2 * world) * (steps + 1),
-            clock=lambda: 1 + int(1e9 * inner.now),
-        )
-        below = _Faulty(inner, fault)
-        comm = WatchedComm(below, recorder)
-        data = torch.ones(ELEMENTS)
-        rooms = [torch.empty(ELEMENTS) for _ in range(world)]
-        for step in range(steps):
-            recorder.step = below.step = step
-            seconds = COMPUTE_S * _jitter(seed, inner.rank, step)
-            seconds *= _slowness(fault, inner.rank, step)
+        below, clock = _Faulty(inner, fault), lambda: 1 + int(1e9 * inner.now)
+        _record(folder, below, steps, fault, seed, COMPUTE_S, inner.compute, clock=clock)
 
-            def compute(step: int = step, seconds: float = seconds) -> None:
-                inner.compute(seconds)
-                if _stops(fault, inner.rank, step):
-                    _Never(inner).wait()
-
-            _step(comm, step, data, rooms, compute)
-        recorder.close()
-
-    hangs = fault is not None and fault.kind.endswith("hang")
-    try:
-        run_linked(world, rank, links, timeout_s=120.0)
-    except RankError:
-        # On virtual links a hang ends at once: every rank waits for another.
-        if not hangs:
-            raise
-    evidence = Evidence.load(folder)
-    return Evidence(evidence.flights, world, evidence.now + int(60e9)) if hangs else evidence
+    # On virtual links a hang ends at once: every rank waits for another.
+    return _evidence(folder, world, fault, lambda: run_linked(world, rank, links, timeout_s=120.0))
 
 
 def run_threads(
@@ -237,39 +209,57 @@ def run_threads(
     """The same in real time: computing and messages take time by sleeping."""
 
     def rank(inner: ThreadComm) -> None:
-        recorder = Recorder(
-            folder / f"rank-{inner.rank}.flight",
-            inner.rank,
-            world,
-            capacity=(2 * world) * (steps + 1),
-        )
         below = _Faulty(inner, fault, hold_s=_THREAD_MESSAGE_S)
-        comm = WatchedComm(below, recorder)
-        data = torch.ones(ELEMENTS)
-        rooms = [torch.empty(ELEMENTS) for _ in range(world)]
-        for step in range(steps):
-            recorder.step = below.step = step
-            seconds = _THREAD_COMPUTE_S * _jitter(seed, inner.rank, step)
-            seconds *= _slowness(fault, inner.rank, step)
+        _record(folder, below, steps, fault, seed, _THREAD_COMPUTE_S, time.sleep)
 
-            def compute(step: int = step, seconds: float = seconds) -> None:
-                time.sleep(seconds)
-                if _stops(fault, inner.rank, step):
-                    _Never(inner).wait()
-
-            _step(comm, step, data, rooms, compute)
-        recorder.close()
-
-    hangs = fault is not None and fault.kind.endswith("hang")
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
-        run_ranks(world, rank, timeout_s=60.0)
+        return _evidence(folder, world, fault, lambda: run_ranks(world, rank, timeout_s=60.0))
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _record(
+    folder: Path,
+    below: _Faulty,
+    steps: int,
+    fault: InjectedFault | None,
+    seed: int,
+    compute_s: float,
+    spend: Callable[[float], object],
+    **options: Any,
+) -> None:
+    """The steps of one rank, recorded; ``spend`` lets time pass, ``options`` are the recorder's."""
+    me, world = below.inner.rank, below.inner.world
+    place, capacity = folder / f"rank-{me}.flight", 2 * world * (steps + 1)
+    recorder = Recorder(place, me, world, capacity=capacity, **options)
+    comm = WatchedComm(below, recorder)
+    data = torch.ones(ELEMENTS)
+    rooms = [torch.empty(ELEMENTS) for _ in range(world)]
+    for step in range(steps):
+        recorder.step = below.step = step
+        seconds = compute_s * _jitter(seed, me, step) * _slowness(fault, me, step)
+
+        def compute(step: int = step, seconds: float = seconds) -> None:
+            spend(seconds)
+            if _stops(fault, me, step):
+                _Never(below.inner).wait()
+
+        _step(comm, step, data, rooms, compute)
+    recorder.close()
+
+
+def _evidence(
+    folder: Path, world: int, fault: InjectedFault | None, run: Callable[[], object]
+) -> Evidence:
+    """What a run recorded that may hang if the fault does; a hang is looked at a minute later."""
+    hangs = fault is not None and fault.kind.endswith("hang")
+    try:
+        run()
     except RankError:
         if not hangs:
             raise
-    finally:
-        sys.setswitchinterval(before)
     evidence = Evidence.load(folder)
     return Evidence(evidence.flights, world, evidence.now + int(60e9)) if hangs else evidence
 

@@ -18,16 +18,23 @@ elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.arch_training import mini
+from shoal.claims.experiments.tiny import train_job
+from shoal.claims.frame import ClaimRun
+from shoal.claims.ranks import on_ranks
 from shoal.core.parts import part
-from shoal.machine.emulate import emulate, unavailable
+from shoal.ir import TrainJob
+from shoal.machine.emulate import EmulatedNetwork, emulate, unavailable
+from shoal.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -39,7 +46,8 @@ _RANKS = "shoal.claims.experiments.co2_ranks"
 # What the losses depend on.
 _CODE = (
     *("core", "ir", "kernel", "memory", "model", "parallel", "train"),
-    *("claims/lab", "claims/experiments/co2_ranks.py", "claims/experiments/arch_training.py"),
+    *(f"claims/experiments/{name}.py" for name in ("co2_ranks", "arch_training", "tiny")),
+    "claims/lab",
 )
 _TIMED = ("over_summed", "over_local_sgd", "not_exposed", "kept")
 # What is timed in a row.
@@ -47,8 +55,8 @@ _SUMMED_STEPS, _ROUNDS = 3, 3
 _VISITS = 2
 
 
-# By kind of steps, seconds of one and the share of it in which a rank waited, turn by turn.
-_Times = dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
+# By kind of steps and turn, seconds of a step and the share of it in which a rank waited.
+_Times = dict[str, list[tuple[float, ...]]]
 
 
 @part
@@ -75,89 +83,69 @@ class CO2Claim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (13,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        context.progress("workers beside their simulation", 0.0)
-        unlike = tuple(float(n) for n in _unlike(local=as_baseline))
-        metrics = {"unlike_simulation": PairedSamples(method=unlike)}
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        details: dict[str, Any] = {}
-        context.progress("training of as many tokens", 0.05)
-        runs, given = self._learning(context.seed)
-        learned = context.keep("losses", lambda: _losses(runs, given), given=given, code=_CODE)
-        losses, details["learned"] = learned.value, learned.details()
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        run.progress("workers beside their simulation", 0.0)
+        run.put("unlike_simulation", _unlike(local=run.as_baseline))
+        if run.quick:
+            return
+        run.progress("training of as many tokens", 0.05)
+        runs, given = self._learning(run.seed)
+        learned = run.context.keep("losses", lambda: _losses(runs, given), given=given, code=_CODE)
+        losses: dict[str, list[float]] = learned.value
         summed = losses["every_step"]
-        ours = losses["every_step" if as_baseline else "co2"]
-        metrics["loss_gap"] = PairedSamples(
-            method=tuple(a - b for a, b in zip(ours, summed, strict=True))
-        )
-        details["heldout_loss"] = losses
+        ours = run.pick(losses["co2"], summed)
         # Rounds as long whose averages are not late lose this much.
-        bounds = {"loss_gap": losses["local_sgd"][0] - summed[0]}
-        skipped = {}
+        bound = losses["local_sgd"][0] - summed[0]
+        run.put("loss_gap", (a - b for a, b in zip(ours, summed, strict=True)), bound=bound)
+        run.details |= {"learned": learned.details(), "heldout_loss": losses}
         why = unavailable()
         if why is not None:
-            skipped = dict.fromkeys(_TIMED, why)
-            return ClaimSamples(metrics=metrics, skipped=skipped, details=details, bounds=bounds)
-        shaped = {"every_step": "every_step", "local_sgd": "local_sgd", "co2": "co2"}
-        unshaped = dict(shaped)
+            run.skip(why, *_TIMED)
+            return
+        # The A/A run has a baseline in the place of CO2 for each comparison.
+        kinds = {"every_step": "every_step", "local_sgd": "local_sgd", "co2": "co2"}
         over_summed, over_local, kept = "co2", "co2", "co2"
-        if as_baseline:
+        unshaped = kinds
+        if run.as_baseline:
             over_summed, over_local, kept = (
-                "instead of summed",
-                "instead of local",
-                "instead of co2",
+                f"instead of {name}" for name in ("summed", "local", "co2")
             )
-            shaped = {**shaped, over_summed: "every_step", over_local: "local_sgd"}
+            kinds = kinds | {over_summed: "every_step", over_local: "local_sgd"}
             unshaped = {"co2": "co2", kept: "co2"}
         timed: _Times = {}
         free: _Times = {}
         # On one link and on the other, more than once: what drifts is in both.
         for visit in range(_VISITS):
-            context.progress("rounds over a slow link", 0.5 + 0.5 * visit / _VISITS)
-            turns = -(-self.turns // _VISITS)
-            _extend(timed, self._timed(self.bandwidth, turns, shaped))
-            context.progress("the same on a link that nobody shapes", 0.7 + 0.5 * visit / _VISITS)
-            _extend(free, self._timed(None, turns, unshaped))
-        seconds = {name: both[0] for name, both in timed.items()}
-        metrics |= {
-            "over_summed": PairedSamples(
-                method=seconds[over_summed], baseline=seconds["every_step"]
-            ),
-            "over_local_sgd": PairedSamples(
-                method=seconds[over_local], baseline=seconds["local_sgd"]
-            ),
-            "not_exposed": PairedSamples(method=tuple(1 - share for share in timed[over_local][1])),
-            "kept": PairedSamples(
-                method=free[kept][0] if as_baseline else seconds["co2"], baseline=free["co2"][0]
-            ),
+            run.progress("rounds over a slow link", 0.5 + 0.5 * visit / _VISITS)
+            self._time(timed, self.bandwidth, kinds)
+            run.progress("the same on a link that nobody shapes", 0.7 + 0.5 * visit / _VISITS)
+            self._time(free, None, unshaped)
+        seconds = {name: [pair[0] for pair in pairs] for name, pairs in timed.items()}
+        run.put("over_summed", seconds[over_summed], seconds["every_step"])
+        run.put("over_local_sgd", seconds[over_local], seconds["local_sgd"])
+        run.put("not_exposed", (1 - share for _, share in timed[over_local]))
+        unlimited = {name: [pair[0] for pair in pairs] for name, pairs in free.items()}
+        run.put("kept", run.pick(seconds["co2"], unlimited[kept]), unlimited["co2"])
+        run.details |= {
+            "step_s": seconds,
+            "exposed": {name: [share for _, share in pairs] for name, pairs in timed.items()},
+            "unshaped_step_s": unlimited,
         }
-        details["step_s"] = {name: list(both[0]) for name, both in timed.items()}
-        details["exposed"] = {name: list(both[1]) for name, both in timed.items()}
-        details["unshaped_step_s"] = {name: list(both[0]) for name, both in free.items()}
-        return ClaimSamples(
-            metrics=metrics, details=details, profile=_profile(timed), bounds=bounds
+        run.profile = ", ".join(
+            f"{name} {1e3 * sorted(of)[len(of) // 2]:.0f} ms a step" for name, of in seconds.items()
         )
 
-    def _job(self, sync: Any, seed: int = 0) -> dict[str, Any]:
-        from shoal.ir import TrainJob
-
-        job = TrainJob.model_validate(
-            {
-                "model": "shoal-1m",
-                "seq_len": 128,
-                "global_batch": 8,
-                "precision": "fp32",
-                "parallel": {"dp": 2},
-                "optimizer": {"name": "adamw", "lr": 4e-3, "beta1": 0.5},
-                "sync": sync,
-                "seed": seed,
-            }
+    def _job(self, sync: Any, seed: int = 0) -> TrainJob:
+        return train_job(
+            model="shoal-1m",
+            seq_len=128,
+            global_batch=8,
+            parallel={"dp": 2},
+            optimizer={"name": "adamw", "lr": 4e-3, "beta1": 0.5},
+            sync=sync,
+            seed=seed,
         )
-        return job.model_dump(mode="json")
 
     def _syncs(self) -> dict[str, Any]:
         rounds = {"tau": self.tau, "dtype": "bf16"}
@@ -181,69 +169,42 @@ class CO2Claim(BaseClaim):
             for number in range(self.seeds if name in judged else 1)
         ]
         return [name for name, _ in runs], {
-            "jobs": [self._job(syncs[name], own) for name, own in runs],
-            "config": _config(),
+            "jobs": [self._job(syncs[name], own).model_dump(mode="json") for name, own in runs],
+            "config": mini(128, 6).model_dump(mode="json"),
             "steps": self.steps,
         }
 
-    def _timed(self, bandwidth: float | None, turns: int, names: Mapping[str, str]) -> _Times:
-        """Every name's kind of steps, on a link of so many byte/s; of the slower rank."""
-        from shoal.parallel.comm.processes import run_processes
-
+    def _time(self, times: _Times, bandwidth: float | None, kinds: Mapping[str, str]) -> None:
+        """Add a visit: every kind of steps on a link of so many byte/s; of the slower rank."""
         syncs = self._syncs()
-        given = {
-            "jobs": [self._job(syncs[kind]) for kind in names.values()],
-            "config": _config(),
-            "steps": [
-                _SUMMED_STEPS if kind == "every_step" else _ROUNDS * self.tau
-                for kind in names.values()
-            ],
-            "turns": turns,
-        }
-        options: dict[str, Any] = {"ranks_per_node": 1, "timeout_s": 900.0}
-        if bandwidth is None:
-            ranks = run_processes(f"{_RANKS}:time_rounds", 2, given, **options)
-        else:
-            with emulate(2, bandwidth=bandwidth, packet=self.packet) as network:
-                ranks = run_processes(
-                    f"{_RANKS}:time_rounds", 2, given, start=network.start, **options
-                )
-        result = {}
-        for name, pairs in zip(names, zip(*ranks, strict=True), strict=True):
-            turned = list(zip(*pairs, strict=True))
-            result[name] = (
-                tuple(max(rank[0] for rank in both) for both in turned),
-                tuple(max(rank[1] for rank in both) for both in turned),
-            )
-        return result
+        steps = [
+            _SUMMED_STEPS if kind == "every_step" else _ROUNDS * self.tau for kind in kinds.values()
+        ]
+        link: AbstractContextManager[EmulatedNetwork | None] = contextlib.nullcontext()
+        if bandwidth is not None:
+            link = emulate(2, bandwidth=bandwidth, packet=self.packet)
+        with link as network:
+            ranks = on_ranks(
+                f"{_RANKS}:time_rounds", 2, network=network, ranks_per_node=1, timeout_s=900.0,
+                jobs=[self._job(syncs[kind]) for kind in kinds.values()], config=mini(128, 6),
+                steps=steps, turns=-(-self.turns // _VISITS),
+            )  # fmt: skip
+        for name, turns in zip(kinds, zip(*ranks, strict=True), strict=True):
+            both = [tuple(map(max, zip(*pairs, strict=True))) for pairs in zip(*turns, strict=True)]
+            times.setdefault(name, []).extend(both)
 
 
 def _losses(runs: list[str], given: dict[str, Any]) -> dict[str, JsonValue]:
     """Held-out loss by kind and seed, nats a byte."""
-    from shoal.parallel.comm.processes import run_processes
-
-    losses = run_processes(f"{_RANKS}:learn", 2, given, timeout_s=7200.0)[0]
+    losses = on_ranks(
+        f"{_RANKS}:learn", 2, timeout_s=7200.0, steps=given["steps"],
+        jobs=[TrainJob.model_validate(job) for job in given["jobs"]],
+        config=ModelConfig.model_validate(given["config"]),
+    )[0]  # fmt: skip
     return {
         name: [loss for own, loss in zip(runs, losses, strict=True) if own == name]
         for name in dict.fromkeys(runs)
     }
-
-
-def _extend(known: _Times, more: _Times) -> None:
-    for name, (seconds, waited) in more.items():
-        before = known.get(name, ((), ()))
-        known[name] = (before[0] + seconds, before[1] + waited)
-
-
-def _config() -> dict[str, Any]:
-    from shoal.claims.experiments.arch_training import mini
-
-    return mini(128, 6).model_dump(mode="json")
-
-
-def _profile(timed: _Times) -> str:
-    middle = {name: sorted(both[0])[len(both[0]) // 2] for name, both in timed.items()}
-    return ", ".join(f"{name} {1e3 * seconds:.0f} ms a step" for name, seconds in middle.items())
 
 
 def _unlike(*, local: bool) -> list[int]:

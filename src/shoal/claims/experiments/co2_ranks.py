@@ -1,75 +1,65 @@
-"""What the workers of claim [13] CO2 do: rounds over a slow link, and training to the end."""
+"""What the workers of claims [13] CO2 and [12] Holmes do: steps over slow links, and training."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from shoal.claims.experiments.arch_training import Recipe, batch, heldout, text
 from shoal.claims.lab.same_as_one import SeededWeights
-from shoal.core.parts import table
-from shoal.ir import TrainJob
-from shoal.ir.hooks import TrainStep
-from shoal.model.config import ModelConfig
-from shoal.parallel.engine import ParallelEngine
-from shoal.parallel.legal import check_split
+from shoal.claims.lab.session import RankSession
+from shoal.claims.ranks import in_turn
 from shoal.parallel.outer.rounds import Rounds
-from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
+    from shoal.ir import TrainJob
+    from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
-    from shoal.train.protocols import Updater
 
-__all__ = ["CO2Worker", "learn", "time_rounds"]
+__all__ = ["CO2Worker", "learn", "time_rounds", "time_steps"]
 
 # Share of the steps in which the learning rate rises.
 _WARM = 0.1
 
 
 class CO2Worker:
-    """One rank of a job whose steps are made one by one.
+    """One rank of a job that learns the standard library's bytes, step by step.
 
     Args:
         comm: all ranks.
         job: what is trained; its batch is that of all ranks.
         config: the model.
-        data: bytes that it learns.
         total: steps of the run.
     """
 
-    def __init__(
-        self, comm: Comm, job: TrainJob, config: ModelConfig, data: np.ndarray, total: int
-    ) -> None:
-        self.engine = ParallelEngine(
-            job, check_split(job, config.shape()), SeededWeights(config, job.seed), comm
-        )
-        optimizer = table("optimizer").build(job.optimizer)
-        self.updater: Updater = optimizer.build(self.engine.sharded.owned())
+    def __init__(self, comm: Comm, job: TrainJob, config: ModelConfig, total: int) -> None:
+        self.session = RankSession(comm, job, config, SeededWeights(config, job.seed))
+        self.engine = self.session.engine
         self.recipe = Recipe(steps=total, batch=job.global_batch, length=job.seq_len)
-        self.data, self.total, self.done = data, total, 0
+        self.text, self.total, self.done = text(), total, 0
 
     def step(self) -> None:
         """One training step, as the trainer makes it."""
-        engine, job = self.engine, self.engine.job
-        inputs, targets = batch(self.data, self.recipe, job.seed, self.done)
-        share = len(inputs) // engine.replicas
-        own = slice(engine.replica * share, (engine.replica + 1) * share)
-        rows = ReplicaSequences(inputs[own], targets[own], None, own.start, self.done)
-        tokens = job.global_batch * job.seq_len // engine.workers
-        loss = engine.backward(rows, job.microbatch or share, tokens)
-        engine.finish()
-        norm = engine.grad_norm()
-        engine.sharded.scale_gradients((job.grad_clip / (norm + 1e-6)).clamp(max=1.0))
+        both = batch(self.text.train, self.recipe, self.session.job.seed, self.done)
         decayed = 0.525 + 0.475 * math.cos(math.pi * self.done / self.total)
-        self.updater.step(min(1.0, (self.done + 1) / (_WARM * self.total)) * decayed)
-        engine.publish(TrainStep(self.done, self.total, loss=float(loss) / tokens))
+        factor = min(1.0, (self.done + 1) / (_WARM * self.total)) * decayed
+        self.session.step(self.session.rows(*both, self.done), factor=factor, total=self.total)
         self.done += 1
+
+    def learned(self) -> float:
+        """Held-out loss after all steps, nats a byte."""
+        for _ in range(self.total):
+            self.step()
+        whole = self.engine.whole
+        assert whole is not None
+        whole.eval()
+        with torch.no_grad():
+            return heldout(whole, self.text.heldout, self.recipe)
 
     @property
     def exposed_s(self) -> float:
@@ -78,12 +68,7 @@ class CO2Worker:
 
 
 def time_rounds(
-    comm: Comm,
-    *,
-    jobs: Sequence[Mapping[str, Any]],
-    config: Mapping[str, Any],
-    steps: Sequence[int],
-    turns: int,
+    comm: Comm, *, jobs: Sequence[TrainJob], config: ModelConfig, steps: Sequence[int], turns: int
 ) -> list[list[list[float]]]:
     """Time some steps of every job in turn, on this rank.
 
@@ -99,10 +84,7 @@ def time_rounds(
         By job and turn, seconds of a step and the share of it in which the rank waited.
     """
     keep_freed_memory()
-    model = ModelConfig.model_validate(config)
-    data = text().train
-    total = 10**5  # no step is the last
-    workers = [CO2Worker(comm, TrainJob.model_validate(job), model, data, total) for job in jobs]
+    workers = [CO2Worker(comm, job, config, 10**5) for job in jobs]  # no step is the last
     times: list[list[list[float]]] = [[] for _ in jobs]
     for turn in range(turns):
         for at in list(range(len(jobs)))[:: -1 if turn % 2 else 1]:
@@ -121,31 +103,30 @@ def time_rounds(
     return times
 
 
-def learn(
-    comm: Comm, *, jobs: Sequence[Mapping[str, Any]], config: Mapping[str, Any], steps: int
-) -> list[float]:
-    """Train every job from the same weights on the same bytes.
+def learn(comm: Comm, *, jobs: Sequence[TrainJob], config: ModelConfig, steps: int) -> list[float]:
+    """Train every job from the same weights on the same bytes; held-out loss at the end by job."""
+    keep_freed_memory()
+    return [CO2Worker(comm, job, config, steps).learned() for job in jobs]
+
+
+def time_steps(
+    comm: Comm, *, job: TrainJob, config: ModelConfig, steps: int
+) -> dict[str, list[float]]:
+    """Time training steps on this rank, after one that is not timed.
 
     Args:
         comm: all ranks.
-        jobs: what is trained.
+        job: what is trained.
         config: the model.
-        steps: of each.
+        steps: timed steps.
 
     Returns:
-        Held-out loss at the end by job, nats a byte.
+        Seconds of each step, and this rank's squared norm of the weights at the end: equal where
+        the same rows were learnt in the same order.
     """
     keep_freed_memory()
-    model = ModelConfig.model_validate(config)
-    known = text()
-    results = []
-    for job in jobs:
-        worker = CO2Worker(comm, TrainJob.model_validate(job), model, known.train, steps)
-        for _ in range(steps):
-            worker.step()
-        whole = worker.engine.whole
-        assert whole is not None
-        whole.eval()
-        with torch.no_grad():
-            results.append(heldout(whole, known.heldout, worker.recipe))
-    return results
+    worker = CO2Worker(comm, job, config, steps + 1)
+    timed = in_turn(comm, {"seconds": worker.step}, steps)
+    owned = worker.engine.sharded.owned()
+    norms = [float(owned[name].detach().double().square().sum()) for name in sorted(owned)]
+    return {**timed, "norms": norms}

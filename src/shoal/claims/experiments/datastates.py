@@ -21,14 +21,14 @@ Source: Maurya et al., DataStates-LLM: Lazy Asynchronous Checkpointing for Large
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import wide
+from shoal.claims.frame import ClaimRun
+from shoal.claims.ranks import on_ranks
 from shoal.core.parts import part
 
 __all__ = ["DataStatesClaim"]
@@ -55,92 +55,48 @@ class DataStatesClaim(BaseClaim):
     tokens: Annotated[int, Ge(1)] = 1024
 
     rows: ClassVar[tuple[int, ...]] = (36,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
+    cores: ClassVar[int] = 2
 
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """A process of torch, and a core for the copy."""
-        from shoal.core.measure import num_cores
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        run.put("wrong_versions", self._versions(run))
+        if run.quick:
+            return
+        run.progress("saving after every step, in turns", 0.1)
+        times = self._times(run)
+        lazy, blocking = times[run.pick(_LAZY, _BLOCKING)], times[_BLOCKING]
+        for metric, other in (("blocking_avoided", _BLOCKING), ("two_phase_avoided", _TWO_PHASE)):
+            pairs = zip(lazy["blocked"], times[other]["blocked"], strict=True)
+            run.put(metric, (1 - mine / theirs for mine, theirs in pairs))
+        run.put("end_to_end", lazy["step"], blocking["step"])
+        held_up = list(zip(times[_TWO_PHASE]["blocked"], times["peer"], strict=False))
+        run.put_peer("two_phase_avoided", *zip(*held_up, strict=True))
+        run.details["seconds"] = times
 
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        if num_cores() < 2:
-            return "one core: nobody is free to copy while it computes"
-        return None
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        metrics = {"wrong_versions": self._versions(context, as_baseline)}
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        context.progress("saving after every step, in turns", 0.1)
-        times = self._times(context, as_baseline)
-        lazy = times[_BLOCKING if as_baseline else _LAZY]
-        blocking, two_phase = times[_BLOCKING], times[_TWO_PHASE]
-
-        def avoided(other: dict[str, list[float]]) -> PairedSamples:
-            pairs = zip(lazy["blocked"], other["blocked"], strict=True)
-            return PairedSamples(method=tuple(1 - mine / theirs for mine, theirs in pairs))
-
-        metrics |= {
-            "blocking_avoided": avoided(blocking),
-            "two_phase_avoided": avoided(two_phase),
-            "end_to_end": PairedSamples(
-                method=tuple(lazy["step"]), baseline=tuple(blocking["step"])
-            ),
-        }
-        held_up = list(zip(two_phase["blocked"], times["peer"], strict=False))
-        peers = {
-            "two_phase_avoided": PairedSamples(
-                method=tuple(1 / ours for ours, _ in held_up),
-                baseline=tuple(1 / theirs for _, theirs in held_up),
-            )
-        }
-        details: dict[str, JsonValue] = {"seconds": times}
-        return ClaimSamples(metrics=metrics, peers=peers, details=details)
-
-    def _times(self, context: ExperimentContext, as_baseline: bool) -> dict[str, Any]:
-        from shoal.parallel.comm.processes import run_processes
-
-        modes = [_BLOCKING, _TWO_PHASE] + ([] if as_baseline else [_LAZY])
-        given = {
-            "config": _config(self.width, 3),
-            "tokens": self.tokens,
-            "root": str(context.work_dir / ("baseline" if as_baseline else "saves")),
-            "rounds": 1 if as_baseline else self.rounds,
-            "steps": min(self.steps, 2) if as_baseline else self.steps,
-            "bytes_per_s": _DISK_BYTES_PER_S,
-            "modes": modes,
-            "peer": True,
-        }
-        times: dict[str, Any] = run_processes(
-            f"{_RANK}:time_modes", 1, given, threads=1, timeout_s=500.0
+    def _times(self, run: ClaimRun) -> dict[str, Any]:
+        times: dict[str, Any] = on_ranks(
+            f"{_RANK}:time_modes",
+            1,
+            timeout_s=500.0,
+            config=wide(self.width, 3),
+            tokens=self.tokens,
+            root=str(run.work_dir / run.pick("saves", "baseline")),
+            rounds=run.pick(self.rounds, 1),
+            steps=run.pick(self.steps, min(self.steps, 2)),
+            bytes_per_s=_DISK_BYTES_PER_S,
+            modes=run.pick([_BLOCKING, _TWO_PHASE, _LAZY], [_BLOCKING, _TWO_PHASE]),
+            peer=True,
         )[0]
         return times
 
-    def _versions(self, context: ExperimentContext, as_baseline: bool) -> PairedSamples:
+    def _versions(self, run: ClaimRun) -> int:
         from shoal.claims.experiments.datastates_rank import wrong_versions
 
-        wrong = wrong_versions(
-            config=_config(128, 2),
-            root=context.work_dir / f"versions-{as_baseline}",
+        return wrong_versions(
+            config=wide(128, 2),
+            root=run.work_dir / f"versions-{run.as_baseline}",
             steps=8,
             bytes_per_s=30e6,
-            guarded=not as_baseline,
+            guarded=not run.as_baseline,
         )
-        return PairedSamples(method=(float(wrong),))
-
-
-def _config(width: int, layers: int) -> dict[str, Any]:
-    """A model that is wide for its depth."""
-    return {
-        "family": "llama",
-        "vocab_size": 6 * width,
-        "hidden": width,
-        "num_layers": layers,
-        "num_heads": width // 64,
-        "num_kv_heads": width // 64,
-        "head_dim": 64,
-        "ffn_hidden": width * 8 // 3,
-        "max_position": 128,
-    }

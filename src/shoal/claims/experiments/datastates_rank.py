@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.protocols import Saver, SaveTicket
     from shoal.checkpoint.storage import Draft, FileSink
+    from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
 
 __all__ = ["time_modes", "wrong_versions"]
@@ -130,14 +131,13 @@ class DataStatesTraining:
         tokens: of a step.
     """
 
-    config: dict[str, Any]
+    config: ModelConfig
     tokens: int
 
     def __post_init__(self) -> None:
-        from shoal.model.config import ModelConfig
         from shoal.train import zoo
 
-        model = ModelConfig.model_validate(self.config)
+        model = self.config
         torch.manual_seed(0)
         self.model = zoo.random(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
@@ -170,7 +170,7 @@ class DataStatesTraining:
 def time_modes(
     comm: Comm,
     *,
-    config: dict[str, Any],
+    config: ModelConfig,
     tokens: int,
     root: str,
     rounds: int,
@@ -246,7 +246,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def wrong_versions(
-    *, config: dict[str, Any], root: Path, steps: int, bytes_per_s: float, guarded: bool
+    *, config: ModelConfig, root: Path, steps: int, bytes_per_s: float, guarded: bool
 ) -> int:
     """Steps whose checkpoint is not the state of that step, bit for bit, or is not there.
 

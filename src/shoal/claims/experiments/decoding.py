@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from shoal.claims.bench.decode import DecodeBatchResult, distinct_runs, held_out_prompts, regular
+from shoal.claims.experiments import tiny
 from shoal.claims.protocols import ExperimentContext, PairedSamples
 from shoal.core.parts import Choice
 
@@ -44,9 +45,9 @@ def corpus_of(context: ExperimentContext) -> Choice:
     """The text that prompts are taken from."""
     from shoal.train import zoo
 
-    if context.data is not None:
-        return Choice(name="text", options={"path": str(context.data)})
-    return zoo.corpus(TARGET) if context.model is None else Choice(name="stdlib")
+    if context.data is None and context.model is None:
+        return zoo.corpus(TARGET)
+    return tiny.corpus_of(context.data)
 
 
 def prompts_of(context: ExperimentContext, count: int, length: int, after: int) -> list[list[int]]:

@@ -13,17 +13,15 @@ place of every stride. The timeline of a published machine is played, not run.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import statistics
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave, num_cores
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
-from shoal.kernel.threads import torch_threads
 from shoal.plan.memory.stride import (
     HOST_ONLY,
     UpdatePattern,
@@ -35,8 +33,6 @@ from shoal.plan.memory.stride import (
 from shoal.train.optimizers.adamw import AdamW
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from shoal.memory.offload.interleaved import InterleavedUpdater, Workers
 
 __all__ = ["DeepOptimizerStatesClaim"]
@@ -67,49 +63,29 @@ class DeepOptimizerStatesClaim(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 11
 
     rows: ClassVar[tuple[int, ...]] = (51,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
+    cores: ClassVar[int] = 2
 
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """Two threads need a core each."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        if num_cores() < 2:
-            return "one core: host and device need one each"
-        return None
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        context.progress("ten exact steps", 0.02)
-        wrong, share = _exact(context.seed, as_baseline)
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        run.progress("ten exact steps", 0.02)
+        wrong, share = _exact(run.seed, run.as_baseline)
         best, played = choose(_PUBLISHED, [10**8] * 20)
+        run.put("wrong_numbers", wrong)
+        run.put("state_over_slots", share)
         alone = played[0].seconds
-        metrics = {
-            "wrong_numbers": PairedSamples(method=(float(wrong),)),
-            "state_over_slots": PairedSamples(method=(share,)),
-            "published_update": PairedSamples(
-                method=(alone if as_baseline else best.seconds,), baseline=(alone,)
-            ),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics, details={"published": best.pattern.describe()})
-        return self._timed(context, metrics, as_baseline)
-
-    def _timed(
-        self, context: ExperimentContext, metrics: dict[str, PairedSamples], as_baseline: bool
-    ) -> ClaimSamples:
+        run.put("published_update", run.pick(best.seconds, alone), alone)
+        if run.quick:
+            run.details["published"] = best.pattern.describe()
+            return
         from shoal.memory.offload.interleaved import Workers, rates_of
         from shoal.memory.tiers.mover import EmulatedLink
 
         pace = Workers(cores=(0, 1), host_rate=self.host_rate)
-        rates = context.remember(
-            "rates", lambda: rates_of(self.sub_group, AdamW(fused=False), pace)
-        )
-        off: list[float] = []
-        values: list[JsonValue] = []
-        said: list[str] = []
+        rates = run.remember("rates", lambda: rates_of(self.sub_group, AdamW(fused=False), pace))
+        off, values, said = [], [], []
         for index, wanted in enumerate(_WANTED):
-            context.progress(f"a link for a stride of {wanted}", 0.1 + 0.25 * index)
+            run.progress(f"a link for a stride of {wanted}", 0.1 + 0.25 * index)
             words = _link_for(rates, self.sub_group, wanted)
             there = rates.model_copy(update={"link": words})
             link = EmulatedLink(4 * words)
@@ -120,62 +96,65 @@ class DeepOptimizerStatesClaim(BaseClaim):
                 for stride in _ORDER
             }
             auto = min(_ORDER, key=lambda stride: predicted[stride])
-            runs = {
-                stride: self._made(workers, HOST_ONLY if as_baseline else stride)
-                for stride in _ORDER
-            }
-            timed = interleave(
-                {str(stride): functools.partial(_update, one) for stride, one in runs.items()},
-                self.pairs,
-                seed=context.seed,
+            timed = self._race(
+                run, {str(s): (workers, run.pick(s, HOST_ONLY), False) for s in _ORDER}
             )
-            for one in runs.values():
-                one.close()
-            medians = {stride: timed.median(str(stride)).value for stride in runs}
-            best = min(_ORDER, key=lambda stride: medians[stride])
-            off.append(float(abs(_ORDER.index(auto) - _ORDER.index(best))))
+            medians = {stride: statistics.median(timed[str(stride)]) for stride in _ORDER}
+            fastest = min(_ORDER, key=lambda stride: medians[stride])
+            off.append(abs(_ORDER.index(auto) - _ORDER.index(fastest)))
             if wanted == 2:
-                metrics["update"] = PairedSamples(
-                    method=timed.seconds[str(auto)], baseline=timed.seconds[str(HOST_ONLY)]
-                )
+                bound = predicted_limit(rates)
+                run.put("update", timed[str(auto)], timed[str(HOST_ONLY)], bound=bound)
             values.append(
                 {
                     "link_words_per_s": words,
                     "stride_of_the_formula": steady_stride(there, self.sub_group),
                     "chosen": auto,
-                    "best": best,
-                    "predicted_s": {str(k): v for k, v in predicted.items()},
-                    "measured_s": {str(k): v for k, v in medians.items()},
+                    "best": fastest,
+                    "predicted_s": predicted,
+                    "measured_s": medians,
                 }
             )
             said.append(
-                f"link {words / 1e6:.0f} M words/s: chosen {_named(auto)}, best {_named(best)}, "
+                f"link {words / 1e6:.0f} M words/s: chosen {_named(auto)}, best {_named(fastest)}, "
                 f"{medians[HOST_ONLY] / medians[auto]:.2f}x the host alone, predicted "
                 f"{predicted[HOST_ONLY] / predicted[auto]:.2f}x"
             )
-        metrics["stride_off"] = PairedSamples(method=tuple(off))
-        context.progress("two equal cores", 0.9)
-        equal, peer = self._equal_cores(context, as_baseline)
-        fastest = predicted_limit(rates)
-        return ClaimSamples(
-            metrics=metrics,
-            bounds={"update": fastest},
-            peers={"update": peer},
-            profile="; ".join(said)
-            + f"; two equal cores and no rate held: {equal:.2f}x the host alone",
-            details={"settings": values, "equal_cores": equal, "rates": rates.model_dump()},
-        )
+        run.put("stride_off", off)
+        run.progress("two equal cores", 0.9)
+        equal = self._equal_cores(run)
+        said.append(f"two equal cores and no rate held: {equal:.2f}x the host alone")
+        run.profile = "; ".join(said)
+        run.details |= {"settings": values, "equal_cores": equal, "rates": rates.model_dump()}
+
+    def _race(
+        self,
+        run: ClaimRun,
+        updaters: Mapping[str, tuple[Workers, int, bool]],
+        *,
+        threads: int = 0,
+        **others: Callable[[], object],
+    ) -> Mapping[str, tuple[float, ...]]:
+        """Seconds of updates: by workers, stride, and whether the host's rule is a fused one."""
+        made = {name: self._made(*one) for name, one in updaters.items()}
+        arms = {name: functools.partial(_update, one) for name, one in made.items()}
+        timed = run.race({**arms, **others}, self.pairs, swaps={}, threads=threads)
+        for one in made.values():
+            one.close()
+        return timed
 
     def _pattern(self, sizes: list[int], stride: int) -> UpdatePattern:
         return UpdatePattern(groups=len(sizes), stride=stride)
 
-    def _made(self, workers: Workers, stride: int, *, fused: bool = False) -> InterleavedUpdater:
+    def _made(self, workers: Workers, stride: int, fused: bool) -> InterleavedUpdater:
+        import torch
+
         from shoal.memory.offload.interleaved import InterleavedUpdater
         from shoal.memory.tiers.tier import BudgetedTier
 
         total = self.sub_group * self.groups
         made = InterleavedUpdater(
-            _weights(total),
+            {"weights": torch.zeros(1, total, dtype=torch.bfloat16)},
             AdamW(fused=fused),
             sub_group=self.sub_group,
             pattern=lambda sizes: self._pattern(list(sizes), stride),
@@ -186,20 +165,13 @@ class DeepOptimizerStatesClaim(BaseClaim):
         made.zero_gradients()
         return made
 
-    def _equal_cores(
-        self, context: ExperimentContext, as_baseline: bool
-    ) -> tuple[float, PairedSamples]:
+    def _equal_cores(self, run: ClaimRun) -> float:
         """What interleaving gains where nothing is held to a rate; and our baseline's peer."""
         import torch
 
         from shoal.memory.offload.interleaved import Workers
 
-        stride = HOST_ONLY if as_baseline else 2
-        plain = Workers(cores=(0, 1))
-        runs = {"host": self._made(plain, HOST_ONLY, fused=True)}
-        runs["both"] = self._made(plain, stride, fused=True)
-        runs["single"] = self._made(plain, HOST_ONLY)
-        total = self.sub_group * self.groups
+        plain, total = Workers(cores=(0, 1)), self.sub_group * self.groups
         master = torch.zeros(total)
         master.grad = torch.zeros(total)
         narrow = torch.zeros(total, dtype=torch.bfloat16)
@@ -209,22 +181,16 @@ class DeepOptimizerStatesClaim(BaseClaim):
             torchs.step()
             narrow.copy_(master)
 
-        with torch_threads(1):
-            timed = interleave(
-                {
-                    **{name: functools.partial(_update, one) for name, one in runs.items()},
-                    "torch": by_torch,
-                },
-                self.pairs,
-                seed=context.seed,
-            )
-        for one in runs.values():
-            one.close()
-        rates = {
-            name: tuple(total / s for s in timed.seconds[name]) for name in ("single", "torch")
+        updaters = {
+            "host": (plain, HOST_ONLY, True),
+            "both": (plain, run.pick(2, HOST_ONLY), True),
+            "single": (plain, HOST_ONLY, False),
         }
-        gain = timed.median("host").value / timed.median("both").value
-        return gain, PairedSamples(method=rates["single"], baseline=rates["torch"])
+        timed = self._race(run, updaters, threads=1, torch=by_torch)
+        run.put_peer(
+            "update", (s / total for s in timed["single"]), (s / total for s in timed["torch"])
+        )
+        return statistics.median(timed["host"]) / statistics.median(timed["both"])
 
 
 def _named(stride: int) -> str:
@@ -234,12 +200,6 @@ def _named(stride: int) -> str:
 def _update(one: InterleavedUpdater) -> None:
     one.step()
     one.settle()
-
-
-def _weights(total: int) -> dict[str, Tensor]:
-    import torch
-
-    return {"weights": torch.zeros(1, total, dtype=torch.bfloat16)}
 
 
 def _link_for(rates: UpdateRates, size: int, stride: int) -> float:

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from annotated_types import Ge
-from pydantic import JsonValue
 
+from shoal.claims.bench.decode import distinct_runs
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import requests, served
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -108,35 +110,30 @@ class DInfer(BaseClaim):
             expected=f"at least {len(NAMES)} in each of {self.rounds} rounds",
         )
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         with torch_threads(1):
-            metrics = self._counted(context, as_baseline=as_baseline)
-            if quick:
-                return ClaimSamples(metrics=metrics)
-            result = context.remember("answers", lambda: self._answers(context))
+            self._count(run)
+            if run.quick:
+                return
+            result = run.remember("answers", lambda: self._answers(run.context))
         answers: dict[str, list[list[_Answer]]] = result["answers"]
-        full = answers[_ONE if as_baseline else _FULL]
-        metrics |= {
-            "tokens_a_pass": _paired(full, answers[_ONE], _tokens_a_pass),
-            "over_one": _paired(full, answers[_ONE], _seconds),
-            "accuracy_beside_one": _accuracies(full, answers[_ONE]),
-            "tokens_a_pass_over_fast": _paired(full, answers[_FAST], _tokens_a_pass),
-            "accuracy_beside_fast": _accuracies(full, answers[_FAST]),
-        }
+        full, one, fast = (answers[arm] for arm in (run.pick(_FULL, _ONE), _ONE, _FAST))
+        run.put("tokens_a_pass", map(_tokens_a_pass, full), map(_tokens_a_pass, one))
+        run.put("over_one", map(_seconds, full), map(_seconds, one))
+        run.put("accuracy_beside_one", _right(full), _right(one))
+        run.put("tokens_a_pass_over_fast", map(_tokens_a_pass, full), map(_tokens_a_pass, fast))
+        run.put("accuracy_beside_fast", _right(full), _right(fast))
         table = {arm: _row(rounds) for arm, rounds in answers.items()}
-        details: dict[str, JsonValue] = {
-            "arms": {arm: dict(row) for arm, row in table.items()},
+        run.details |= {
+            "arms": table,
             "excluded_as_looping": result["excluded"],
             "training_s": result["training_s"],
         }
-        profile = "; ".join(
+        run.profile = "; ".join(
             f"{arm}: {row['seconds_a_pass'] * 1e3:.2f} ms a pass, {row['tokens_a_pass']:.2f} tokens"
             for arm, row in table.items()
         )
-        return ClaimSamples(metrics=metrics, details=details, profile=profile)
 
     # ------------------------------------------------------------------ a trained model
 
@@ -170,19 +167,17 @@ class DInfer(BaseClaim):
 
     # ------------------------------------------------------------------ a fresh model
 
-    def _counted(
-        self, context: ExperimentContext, *, as_baseline: bool
-    ) -> dict[str, PairedSamples]:
+    def _count(self, run: ClaimRun) -> None:
         """What a model with random weights is enough for."""
         import torch
 
-        model = zoo.random(_MODEL, context.seed).double().requires_grad_(False).eval()
+        model = zoo.random(_MODEL, run.seed).double().requires_grad_(False).eval()
         model.embed.weight.mul_(8.0)  # so that guesses differ
-        random = generator(context.seed, purpose="dinfer prompts")
+        random = generator(run.seed, purpose="dinfer prompts")
         prompts = [random.integers(1, 250, size).tolist() for size in _PROMPTS]
         computed = {}
         for arm in (_ONE, _FULL):
-            engine = _engine(model, _ARMS[_ONE if as_baseline else arm], _SMALL)
+            engine = _engine(model, _ARMS[run.pick(arm, _ONE)], _SMALL)
             _decode(engine, prompts)
             stats = engine.stats()
             computed[arm] = (
@@ -197,10 +192,8 @@ class DInfer(BaseClaim):
                 if arm == _ONE:
                     wanted = _published(model, prompt, torch)
                     differing += sum(a != b for a, b in zip(wanted, result, strict=True))
-        return {
-            "computed_tokens": PairedSamples(method=(computed[_FULL],), baseline=(computed[_ONE],)),
-            "differing_tokens": PairedSamples(method=(float(differing),)),
-        }
+        run.put("computed_tokens", computed[_FULL], computed[_ONE])
+        run.put("differing_tokens", differing)
 
 
 def _published(model: Transformer, prompt: Sequence[int], torch: Any) -> list[int]:
@@ -242,14 +235,7 @@ def _engine(model: Transformer, decode: dict[str, Any], block: int = _BLOCK) -> 
 
 def _decode(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """New tokens of prompts that are decoded together."""
-    requests = []
-    for number, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=_FEW)
-        requests.append(Request(str(number), list(prompt), len(prompt), params))
-        engine.add(requests[-1])
-    while engine.busy:
-        engine.step()
-    return [request.tokens[request.n_prompt :] for request in requests]
+    return served(engine, requests(prompts, _FEW))
 
 
 class _Asked:
@@ -273,28 +259,19 @@ class _Asked:
         request = Request(asked.prompt, list(ids), len(ids), params)
         before = self._forwards()
         began = time.perf_counter()
-        self._engine.add(request)
-        while self._engine.busy:
-            self._engine.step()
+        (new,) = served(self._engine, [request])
         seconds = time.perf_counter() - began
-        new = request.tokens[len(ids) :]
         text = self._tokenizer.decode(new[:-1] if new[-1] == self._end else new)
         return _Answer(
             is_right(asked.prompt, text),
             len(new),
             round(self._forwards() - before),
             seconds,
-            _distinct(new),
+            distinct_runs(new),
         )
 
     def _forwards(self) -> float:
         return self._engine.stats()["diffusion_forwards_total" if self._diffuses else "steps_total"]
-
-
-def _distinct(tokens: Sequence[int]) -> float:
-    """Share of different ones among all runs of four tokens."""
-    runs = [tuple(tokens[place : place + 4]) for place in range(len(tokens) - 3)]
-    return len(set(runs)) / len(runs) if runs else 1.0
 
 
 def _tokens_a_pass(some: Sequence[_Answer]) -> float:
@@ -303,14 +280,6 @@ def _tokens_a_pass(some: Sequence[_Answer]) -> float:
 
 def _seconds(some: Sequence[_Answer]) -> float:
     return sum(one.seconds for one in some) / sum(one.tokens for one in some)
-
-
-def _paired(full: Any, base: Any, number: Any) -> PairedSamples:
-    return PairedSamples(method=tuple(map(number, full)), baseline=tuple(map(number, base)))
-
-
-def _accuracies(full: Any, base: Any) -> PairedSamples:
-    return PairedSamples(method=(_right(full),), baseline=(_right(base),))
 
 
 def _right(rounds: Sequence[Sequence[_Answer]]) -> float:

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
 from shoal.core.measure import check_quiet
 from shoal.core.native import compiler
@@ -110,111 +110,84 @@ class Dissect(BaseClaim):
             return "the operating system reports no caches to compare with"
         return None
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Count prefetchable steps; the full run also probes, for about 10 s.
 
         Raises:
             NoisyMachineError: the machine is busy with something else after the full run.
         """
-        share = prefetchable_steps(CHAIN_BYTES, seed=context.seed, random=not as_baseline)
-        metrics = {"prefetchable_steps": PairedSamples(method=(share,))}
-        details: dict[str, JsonValue] = {}
-        skipped: dict[str, str] = {}
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        with Probing(fast=True, home=context.work_dir) as probing:
-            context.progress("memory latency", 0.0)
+        share = prefetchable_steps(CHAIN_BYTES, seed=run.seed, random=not run.as_baseline)
+        run.put("prefetchable_steps", share)
+        if run.quick:
+            return
+        with Probing(fast=True, home=run.work_dir) as probing:
+            run.progress("memory latency", 0.0)
             chase = MemoryLatency(
                 largest_bytes=int(min(self.largest_bytes, 0.25 * host.memory_available())),
                 repeats=self.repeats,
                 huge_pages="on",
-                order="sequential" if as_baseline else "random",
+                order=run.pick("random", "sequential"),
             ).run(probing)
-            details |= {
-                "caches_os": dict(host.caches()),
+            run.details |= {
+                "caches_os": host.caches(),
                 "latency_s": [[m.at, m.median] for m in chase if m.quantity == "latency"],
                 "levels": {m.quantity: m.median for m in chase if m.at is None},
             }
-            metrics["cache_size_error"] = PairedSamples(method=size_errors(chase, host.caches()))
-            metrics["level_ratio"] = PairedSamples(method=adjacent_ratios(chase))
-            self._compute(context, probing, metrics, skipped, details, as_baseline)
-            self._gpu(probing, metrics, skipped, as_baseline)
-            if not as_baseline:
+            run.put("cache_size_error", size_errors(chase, host.caches()))
+            run.put("level_ratio", adjacent_ratios(chase))
+            self._compute(run, probing)
+            self._gpu(run, probing)
+            if not run.as_baseline:
                 # The frame looked before; a neighbour that came meanwhile spoils it too.
                 # Our own child must not be taken for one.
                 probing.close()
                 check_quiet()
-        return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
 
-    def _compute(
-        self,
-        context: ExperimentContext,
-        probing: Probing,
-        metrics: dict[str, PairedSamples],
-        skipped: dict[str, str],
-        details: dict[str, JsonValue],
-        as_baseline: bool,
-    ) -> None:
-        context.progress("units", 0.2)
-        repeats = 1 if as_baseline else self.repeats
-        blocks = 100 if as_baseline else 30_000
+    def _compute(self, run: ClaimRun, probing: Probing) -> None:
+        run.progress("units", 0.2)
+        repeats, blocks = run.pick((self.repeats, 30_000), (1, 100))
         units = [Units(repeats=repeats, blocks=blocks).run(probing) for _ in range(2)]
-        context.progress("memory bandwidth", 0.3)
+        run.progress("memory bandwidth", 0.3)
         bandwidth = MemoryBandwidth(repeats=5).run(probing)
-        context.progress("matrix products", 0.4)
+        run.progress("matrix products", 0.4)
         probed = Matmul(repeats=self.repeats).run(probing)
+        products: list[list[Measurement]] = [[], []]
         if "matmul.torch" in probing.skipped:
-            skipped["roofline_error"] = probing.skipped["matmul.torch"]
-            products: list[list[Measurement]] = []
+            run.skip(probing.skipped["matmul.torch"], "roofline_error")
         else:
             predicted, measured = [], []
             threads = self.threads or len(probing.cpus)
-            table: list[JsonValue] = []
+            table = run.details["products"] = []
             for index, (m, n, k) in enumerate(SHAPES):
-                context.progress("predicted products", 0.5 + 0.3 * index / len(SHAPES))
+                run.progress("predicted products", 0.5 + 0.3 * index / len(SHAPES))
                 for dtype in DTYPES:
                     seconds = probing.worker().call(
                         "matmul", m=m, n=n, k=k, dtype=dtype, threads=threads, repeats=self.repeats
                     )
-                    middle = sorted(seconds)[len(seconds) // 2]
-                    guess = (
-                        2.0 * m * n * k / _data_sheet(units[0], dtype, threads)
-                        if as_baseline
-                        else predict((m, n, k), dtype, probed, bandwidth, threads)
-                    )
+                    measured.append(sorted(seconds)[len(seconds) // 2])
+                    if run.as_baseline:
+                        guess = 2.0 * m * n * k / _data_sheet(units[0], dtype, threads)
+                    else:
+                        guess = predict((m, n, k), dtype, probed, bandwidth, threads)
                     predicted.append(guess)
-                    measured.append(middle)
-                    table.append([m, n, k, dtype, guess, middle, *seconds])
-            metrics["roofline_error"] = PairedSamples(
-                method=tuple(predicted), baseline=tuple(measured)
-            )
-            details["products"] = table
-            context.progress("once more", 0.8)
+                    table.append([m, n, k, dtype, guess, measured[-1], *seconds])
+            run.put("roofline_error", predicted, measured)
+            run.progress("once more", 0.8)
             edge = Matmul(sizes=(512, 1024), repeats=repeats)
             products = [edge.run(probing) for _ in range(2)]
-        first = [*units[0], *(products[0] if products else [])]
-        second = [*units[1], *(products[1] if products else [])]
-        metrics["repeat_error"] = PairedSamples(method=repeat_errors(first, second))
+        first, second = ([*units[at], *products[at]] for at in (0, 1))
+        run.put("repeat_error", repeat_errors(first, second))
 
-    def _gpu(
-        self,
-        probing: Probing,
-        metrics: dict[str, PairedSamples],
-        skipped: dict[str, str],
-        as_baseline: bool,
-    ) -> None:
+    def _gpu(self, run: ClaimRun, probing: Probing) -> None:
         result = GpuProbe(repeats=self.repeats).run(probing)
+        if not result:
+            run.skip(probing.skipped["gpu"], "gpu_bf16_over_fp32")
+            return
         rates = {
             dtype: max((m.median for m in result if m.quantity == f"matmul_{dtype}"), default=0.0)
             for dtype in DTYPES
         }
-        if not result:
-            skipped["gpu_bf16_over_fp32"] = probing.skipped["gpu"]
-        else:
-            part_rate = rates["fp32" if as_baseline else "bf16"]
-            metrics["gpu_bf16_over_fp32"] = PairedSamples(method=(part_rate / rates["fp32"],))
+        run.put("gpu_bf16_over_fp32", rates[run.pick("bf16", "fp32")] / rates["fp32"])
 
 
 def prefetchable_steps(bytes_: int, *, seed: int, random: bool) -> float:

@@ -21,11 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
+from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.parts import part, table
 from shoal.cost.serving.fleet import Fleet, KVTransferLink, SimulatedInstance, simulate_fleet
 from shoal.cost.serving.queueing import md1_ttft
@@ -97,97 +96,84 @@ class DistServe(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (40,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Simulate; then, unless it is quick, serve."""
-        rates: dict[tuple[str, str], Goodput] = context.remember("rates", dict)
-        step = 0.5 if quick else 0.05
+        rates: dict[tuple[str, str], Goodput] = run.remember("rates", dict)
+        step = 0.5 if run.quick else 0.05
 
         def found(name: str, workload: str, slo: Slo) -> float:
             key = name, workload
             if key not in rates:
                 serve, devices = system(name)
-                count = (500 if quick else self.requests) * devices
+                count = (500 if run.quick else self.requests) * devices
                 lengths = (
                     table("workload")
                     .build({"name": workload})
-                    .arrivals(
-                        count=count, vocab_size=1000, max_position=_POSITIONS, seed=context.seed
-                    )
+                    .arrivals(count=count, vocab_size=1000, max_position=_POSITIONS, seed=run.seed)
                 )
-                rates[key] = Goodput(serve, poisson(lengths, count, context.seed), devices)
+                rates[key] = Goodput(serve, poisson(lengths, count, run.seed), devices)
             return rates[key].find(slo, tolerance=step, start=4.0)
 
-        ours = "prefill_first" if as_baseline else "apart"
+        chunks = _CHUNKS[1:2] if run.quick else _CHUNKS
+
+        def chunked(workload: str, slo: Slo) -> float:
+            return max(found(f"fcfs:{size}", workload, slo) for size in chunks)
+
+        ours = run.pick("apart", "prefill_first")
         tight = Slo(ttft=_CODE_TTFT, tpot=_CODE_TPOT)
-        chunks = _CHUNKS[1:2] if quick else _CHUNKS
-        first = found("prefill_first", "code", tight)
-        chunked = max(found(f"fcfs:{size}", "code", tight) for size in chunks)
         mine = found(ours, "code", tight)
-        metrics = {
-            "over_prefill_first": PairedSamples(method=(mine,), baseline=(first,)),
-            "over_chunked": PairedSamples(method=(mine,), baseline=(chunked,)),
-        }
-        details: dict[str, JsonValue] = {}
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        context.progress("curves", 0.1)
+        run.put("over_prefill_first", mine, found("prefill_first", "code", tight))
+        run.put("over_chunked", mine, chunked("code", tight))
+        if run.quick:
+            return
+        run.progress("curves", 0.1)
         for workload, ttft in (("code", _CODE_TTFT), ("chat", _CHAT_TTFT)):
-            curve: dict[str, list[float]] = {"apart": [], "prefill_first": [], "chunked": []}
-            for tpot in _TPOTS:
-                slo = Slo(ttft=ttft, tpot=tpot)
-                curve["apart"].append(found("apart", workload, slo))
-                curve["prefill_first"].append(found("prefill_first", workload, slo))
-                curve["chunked"].append(max(found(f"fcfs:{c}", workload, slo) for c in chunks))
-            details[workload] = {
+            slos = [Slo(ttft=ttft, tpot=tpot) for tpot in _TPOTS]
+            curve = {
+                "apart": [found("apart", workload, slo) for slo in slos],
+                "prefill_first": [found("prefill_first", workload, slo) for slo in slos],
+                "chunked": [chunked(workload, slo) for slo in slos],
+            }
+            run.details[workload] = {
                 "ttft_s": ttft,
-                "tpot_s": list(_TPOTS),
-                "goodput_per_device": {name: list(values) for name, values in curve.items()},
+                "tpot_s": _TPOTS,
+                "goodput_per_device": curve,
                 "loses_from_tpot_s": _crossing(curve),
             }
         loose = Slo(ttft=_CHAT_TTFT, tpot=_CHAT_TPOT)
-        better = max(
-            found(n, "chat", loose) for n in ("prefill_first", *(f"fcfs:{c}" for c in chunks))
-        )
-        metrics["loose_chat"] = PairedSamples(
-            method=(found(ours, "chat", loose),), baseline=(better,)
-        )
-        metrics["queue_error"] = PairedSamples(method=_queue_errors(context, as_baseline))
-        context.progress("two processes", 0.4)
-        points = context.remember("real", lambda: self._serve(context, details))
-        place = 2 if as_baseline else 1
-        metrics["attainment_error"] = PairedSamples(
-            method=tuple(abs(p.attained[place] - p.attained[0]) for p in points)
-        )
-        metrics["throughput_error"] = PairedSamples(
-            method=tuple(abs(p.throughput[place] / p.throughput[0] - 1) for p in points)
-        )
-        wrong = sum(abs(p.moved[0] - p.moved[1]) for p in points)
-        metrics["wrong_bytes"] = PairedSamples(method=(float(wrong),))
-        details["points"] = [point.model_dump(mode="json") for point in points]
+        better = max(found("prefill_first", "chat", loose), chunked("chat", loose))
+        run.put("loose_chat", found(ours, "chat", loose), better)
+        run.put("queue_error", _queue_errors(run.seed, run.as_baseline))
+        run.progress("two processes", 0.4)
+        points = run.remember("real", lambda: self._serve(run))
+        place = run.pick(1, 2)
         # Attainment cannot be predicted more closely than the machine keeps its pace.
-        bounds = {"attainment_error": max(point.swing for point in points)}
-        return ClaimSamples(
-            metrics=metrics, details=details, profile=_profile(points), bounds=bounds
+        swing = max(point.swing for point in points)
+        errors = (abs(p.attained[place] - p.attained[0]) for p in points)
+        run.put("attainment_error", errors, bound=swing)
+        run.put(
+            "throughput_error", (abs(p.throughput[place] / p.throughput[0] - 1) for p in points)
         )
+        run.put("wrong_bytes", sum(abs(p.moved[0] - p.moved[1]) for p in points))
+        run.details["points"] = [point.model_dump(mode="json") for point in points]
+        run.profile = _profile(points)
 
-    def _serve(
-        self, context: ExperimentContext, details: dict[str, JsonValue]
-    ) -> Sequence[RatePoint]:
+    def _serve(self, run: ClaimRun) -> Sequence[RatePoint]:
         from shoal.claims.experiments.distserve_real import RealSystems
         from shoal.core.measure import check_quiet
         from shoal.model import huggingface
         from shoal.train import zoo
 
-        where = context.work_dir / "model"
-        huggingface.write(where, zoo.random(self.model, context.seed))
+        where = run.work_dir / "model"
+        huggingface.write(where, zoo.random(self.model, run.seed))
         check_quiet(wait_s=60.0)
-        real = RealSystems(where, seconds=self.seconds, seed=context.seed)
+        real = RealSystems(where, seconds=self.seconds, seed=run.seed)
         points = real.points()
-        details["around"] = {name: dict(found) for name, found in real.around.items()}
-        details["attempts"] = [point.model_dump(mode="json") for point in real.attempts]
-        details["slo"] = real.slo.model_dump() if real.slo else None
+        run.details |= {
+            "around": real.around,
+            "attempts": [point.model_dump(mode="json") for point in real.attempts],
+            "slo": real.slo.model_dump() if real.slo else None,
+        }
         return points
 
 
@@ -218,7 +204,7 @@ def _crossing(curve: dict[str, list[float]]) -> float | None:
     return None
 
 
-def _queue_errors(context: ExperimentContext, as_baseline: bool) -> tuple[float, ...]:
+def _queue_errors(seed: int, as_baseline: bool) -> list[float]:
     """Relative errors of the mean time to the first token of equal prompts."""
     import numpy as np
 
@@ -233,11 +219,11 @@ def _queue_errors(context: ExperimentContext, as_baseline: bool) -> tuple[float,
         kv = table("kv").build({"name": "paged", "prefix_reuse": False}).build(4096)
         limits = SchedulerLimits(max_running=1, max_step_tokens=4, max_position=64)
         part = table("phase").build({"name": "prefill", "batch_tokens": 4})
-        gaps = generator(context.seed, purpose="distserve m/d/1").exponential(1 / load, 100_000)
+        gaps = generator(seed, purpose="distserve m/d/1").exponential(1 / load, 100_000)
         arrivals = [Arrival(float(at), (1, 2, 3, 4), 1) for at in np.cumsum(gaps)]
         front = SimulatedInstance(part.build(kv, limits), cost)
         seen = simulate_fleet([front], [], LeastLoadedDispatcher(1), arrivals).served
         mean = float(np.mean([one.ttft for one in seen]))
         said = 1.0 if as_baseline else md1_ttft(load, 1.0)
         errors.append(abs(mean / said - 1))
-    return tuple(errors)
+    return errors

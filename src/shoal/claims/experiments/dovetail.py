@@ -12,7 +12,6 @@ guesses, and the weights cross the way.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -20,11 +19,13 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.errors import require
 from shoal.core.parts import part
 
 __all__ = ["DovetailClaim"]
+
+_Numbers = tuple[Annotated[int, Ge(1)], ...]
 
 
 @part
@@ -48,49 +49,35 @@ class DovetailClaim(BaseClaim):
     prompt_tokens: Annotated[int, Ge(1)] = 64
     new_tokens: Annotated[int, Ge(1)] = 96
     rounds: Annotated[int, Ge(1)] = 3
-    layers: tuple[int, ...] = (1, 2)
-    sweep: tuple[int, ...] = (3, 6, 10, 16)
+    layers: _Numbers = (1, 2)
+    sweep: _Numbers = (3, 6, 10, 16)
     link_s: float = 20e-6
     link_bytes_per_s: float = 8e9
     overlap: bool = True
     weights: str = "int8-g64"
 
     rows: ClassVar[tuple[int, ...]] = (133,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
+    cores: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         for name in ("layers", "sweep"):
-            value = getattr(self, name)
-            require(bool(value) and min(value) >= 1, f"claim.dovetail.{name}", list(value),
-                    expected="one or more numbers, each 1 or more")  # fmt: skip
+            some = bool(getattr(self, name))
+            require(some, f"claim.dovetail.{name}", [], expected="one or more numbers")
 
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """Models need torch, and two processes need two cores."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        if len(os.sched_getaffinity(0)) < 2:
-            return "one core; target and drafter are to have one each"
-        return None
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.experiments.dovetail_runs import tiny
 
-        context.progress("a tiny drafter in float64", 0.02)
-        counted = tiny(context.seed, offloads=as_baseline)
-        metrics = {
-            "tiny_link_bytes": PairedSamples(method=(counted.link,), baseline=(counted.offload,)),
-            "uncounted_bytes": PairedSamples(method=(counted.uncounted,)),
-            "wrong_tokens": PairedSamples(method=(counted.wrong,)),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        return self._full(context, metrics, as_baseline)
+        run.progress("a tiny drafter in float64", 0.02)
+        counted = tiny(run.seed, offloads=run.as_baseline)
+        run.put("tiny_link_bytes", counted.link, counted.offload)
+        run.put("uncounted_bytes", counted.uncounted)
+        run.put("wrong_tokens", counted.wrong)
+        if not run.quick:
+            self._decode(run)
 
-    def _full(
-        self, context: ExperimentContext, metrics: dict[str, PairedSamples], as_baseline: bool
-    ) -> ClaimSamples:
+    def _decode(self, run: ClaimRun) -> None:
         from shoal.claims.bench.decode import PLAIN, Bench, regular
         from shoal.claims.experiments.decoding import (
             prompts_of,
@@ -101,14 +88,15 @@ class DovetailClaim(BaseClaim):
         from shoal.claims.experiments.dovetail_runs import Sweep, held_to, weight_bytes
         from shoal.train.zoo.drafters import drafter
 
+        context, new = run.context, self.new_tokens
         target = target_of(context)
-        say = lambda line: context.progress(line, 0.1)  # noqa: E731
+        say = lambda line: run.progress(line, 0.1)  # noqa: E731
 
         def net(count: int) -> Path:
             return drafter("dovetail", target, say=say, layers=count)
 
         nets = {
-            count: context.remember(f"net {count}", functools.partial(net, count))
+            count: run.remember(f"net {count}", functools.partial(net, count))
             for count in self.layers
         }
         prompts = prompts_of(context, self.prompts, self.prompt_tokens, 0)
@@ -130,33 +118,25 @@ class DovetailClaim(BaseClaim):
         with held_to(mine):
             bench = Bench(target, methods, threads=1)
             sweep = Sweep(bench, self.layers, self.sweep)
-            context.progress("plain answers", 0.3)
-            places = regular([bench.answer(PLAIN, [prompt], self.new_tokens) for prompt in prompts])
+            run.progress("plain answers", 0.3)
+            places = regular([bench.answer(PLAIN, [prompt], new) for prompt in prompts])
             some = [prompts[at] for at in places[:6]]
-            context.progress("all trees and depths", 0.4)
-            rates = sweep.rates(some, self.new_tokens)
+            run.progress("all trees and depths", 0.4)
+            rates = sweep.rates(some, new)
             planned = sweep.planned(self.link_s, self.link_bytes_per_s, self.overlap)
             best = max(rates, key=rates.__getitem__)
-            context.progress("answers in turn", 0.6)
-            name = PLAIN if as_baseline else planned
+            run.progress("answers in turn", 0.6)
             result = bench.interleaved(
-                prompts,
-                self.new_tokens,
-                rounds=self.rounds,
-                names=(PLAIN, planned),
-                seed=context.seed,
+                prompts, new, rounds=self.rounds, names=(PLAIN, planned), seed=run.seed
             )
-            metrics["wall_clock"], _ = seconds_per_token(result[name], result[PLAIN])
-            crossed = sweep.link_bytes_per_token(planned, some, self.new_tokens)
+            ours = result[run.pick(planned, PLAIN)]
+            run.metrics["wall_clock"], _ = seconds_per_token(ours, result[PLAIN])
+            crossed = sweep.link_bytes_per_token(planned, some, new)
             sweep.close()
         offloaded = float(weight_bytes(target))
-        metrics["link_bytes"] = PairedSamples(
-            method=(offloaded if as_baseline else crossed,), baseline=(offloaded,)
-        )
-        metrics["planned_over_best"] = PairedSamples(
-            method=(rates[planned],), baseline=(rates[best],)
-        )
-        details: dict[str, Any] = {
+        run.put("link_bytes", run.pick(crossed, offloaded), offloaded)
+        run.put("planned_over_best", rates[planned], rates[best], bound=1.0)
+        run.details |= {
             "tokens_per_s": rates,
             "planned": planned,
             "best": best,
@@ -166,9 +146,7 @@ class DovetailClaim(BaseClaim):
             "plain": summarize(result[PLAIN][0]),
             "dovetail": summarize(result[planned][0]),
         }
-        profile = (
-            f"{details['dovetail']['tokens_per_step']:.2f} tokens a step of the target, "
+        run.profile = (
+            f"{run.details['dovetail']['tokens_per_step']:.2f} tokens a step of the target, "
             f"{crossed:.0f} bytes a token on the way; {sweep.profile(planned)}"
         )
-        bounds = {"planned_over_best": 1.0}
-        return ClaimSamples(metrics=metrics, details=details, profile=profile, bounds=bounds)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.claims.experiments.tiny import llama, requests, served
 from shoal.core.scratch import scratch_directory
 from shoal.ir import MAX_NODES
 from shoal.plan.serving.heterogeneous import DraftOption, Heterogeneous
@@ -160,18 +161,14 @@ def tiny(seed: int, *, offloads: bool) -> RunCounts:
     """
     import torch
 
-    from shoal.ir import Request, SamplingParams, ServeJob
+    from shoal.ir import ServeJob
     from shoal.model import huggingface
-    from shoal.model.config import ModelConfig
     from shoal.model.drafters import files
     from shoal.model.drafters.fusion import FusionDrafter
     from shoal.serve.engine.build import engine_of
     from shoal.train.zoo import random
 
-    config = ModelConfig(
-        name="tiny", vocab_size=97, hidden=64, num_layers=2, num_heads=4, num_kv_heads=2,
-        head_dim=16, ffn_hidden=96, max_position=256, initializer_range=0.12,
-    )  # fmt: skip
+    config = llama(64, 2, 4, kv_heads=2, vocab=97, ffn=96, initializer_range=0.12)
     model = random(config, seed).requires_grad_(False)
     net = FusionDrafter(config, 1)
     source = torch.Generator().manual_seed(seed)
@@ -191,25 +188,17 @@ def tiny(seed: int, *, offloads: bool) -> RunCounts:
         offload = 2.0 * weight_bytes(place)
         method = None if offloads else {"name": "dovetail", "path": str(drafts), "depth": 3}
         for speculative in (None, method):
-            fields = {
-                "model": str(place),
-                "kv_tokens": 512,
-                "threads": 1,
-                "speculative": speculative,
-            }
-            engine = engine_of(ServeJob.model_validate(fields), target)[0]
+            fields = {"model": str(place), "kv_tokens": 512, "threads": 1}
+            job = ServeJob.model_validate({**fields, "speculative": speculative})
+            engine = engine_of(job, target)[0]
             drafter: Any = None
             if speculative is not None:
                 engine.scheduler.drafting = FixedDrafting(6)  # type: ignore[attr-defined]
                 drafter = engine.runner.drafter  # type: ignore[attr-defined]
             before = 0 if drafter is None else drafter.link_bytes
-            request = Request("tiny", list(range(20)), 20, SamplingParams(max_tokens=60))
-            engine.add(request)
-            while engine.busy:
-                engine.step()
-            answers.append(request.tokens)
+            answers += served(engine, requests([range(20)], 60))
             if drafter is not None:
-                link = (drafter.link_bytes - before) / request.n_generated
+                link = (drafter.link_bytes - before) / len(answers[-1])
                 uncounted = abs(float(drafter.link_bytes - drafter.expected_bytes))
                 drafter.close()
     wrong = sum(one != two for one, two in zip(*answers, strict=True))

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -66,20 +65,13 @@ class DuoLLM(BaseClaim):
             expected=f"a multiple of groups * {_LENGTH}",
         )
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Compare patterns of a random model; then, unless it is quick, of a trained one."""
-        metrics: dict[str, PairedSamples] = {}
-        details: dict[str, JsonValue] = {}
-        self._count(context, metrics, as_baseline=as_baseline)
-        if not quick:
-            self._judge(context, metrics, details, as_baseline=as_baseline)
-        return ClaimSamples(metrics=metrics, details=details)
+        self._count(run)
+        if not run.quick:
+            self._judge(run)
 
-    def _count(
-        self, context: ExperimentContext, metrics: dict[str, PairedSamples], *, as_baseline: bool
-    ) -> None:
+    def _count(self, run: ClaimRun) -> None:
         import torch
 
         from shoal.claims.experiments.arch_training import mini, text
@@ -88,41 +80,33 @@ class DuoLLM(BaseClaim):
         from shoal.train.zoo import random
 
         config = mini(64, _LAYERS, initializer_range=0.2, architecture={"ffn": "duo"})
-        model = random(config, context.seed).eval()
-        data = context.remember("text", lambda: text(context.data))
-        inputs, targets = _heldout(data.heldout, 2, 16)
+        model = random(config, run.seed).eval()
+        inputs, targets = _heldout(text(run.context.data).heldout, 2, 16)
         every = patterns(_LAYERS)
         big = torch.full((_LAYERS, *inputs.shape), BIG)
         losses = pattern_losses(model, inputs, targets, torch.from_numpy(every), big)
         table = losses.flatten(1).double().numpy()
-        oracle = table[0] if as_baseline else best(table, every).losses
+        oracle = run.pick(best(table, every).losses, table[0])
         said, routes = committed(model, inputs, targets, torch.from_numpy(every))
         with torch.no_grad(), routed(model, routes):
             replayed = _each(model, inputs, targets)
-        metrics["worse_than_a_pattern"] = PairedSamples(
-            method=(float((oracle > table).any(0).sum()),)
-        )
-        metrics["replay"] = PairedSamples(method=(float((said - replayed).abs().max()),))
-        metrics["best_pattern_gain"] = PairedSamples(method=(float((table[0] - oracle).mean()),))
+        run.put("worse_than_a_pattern", (oracle > table).any(0).sum())
+        run.put("replay", float((said - replayed).abs().max()))
+        run.put("best_pattern_gain", (table[0] - oracle).mean())
 
-    def _trained(self, context: ExperimentContext) -> Transformer:
+    def _trained(self, run: ClaimRun) -> Transformer:
         import torch
 
         from shoal.claims.experiments.arch_training import Recipe, mini, text, train
         from shoal.model.duo import router_loss
         from shoal.train.zoo import random
 
-        data = context.remember("text", lambda: text(context.data))
-        config = mini(
-            self.hidden,
-            _LAYERS,
-            ffn=4 * self.hidden,
-            architecture={"ffn": {"name": "duo", "router": "linear"}},
-        )
-        context.progress("training on random routes", 0.1)
-        seed = context.seed
+        data, seed = text(run.context.data), run.seed
+        duo = {"ffn": {"name": "duo", "router": "linear"}}
+        config = mini(self.hidden, _LAYERS, ffn=4 * self.hidden, architecture=duo)
+        run.progress("training on random routes", 0.1)
         model = train(random(config, seed), data.train, Recipe(steps=self.steps), seed)
-        context.progress("training routers", 0.6)
+        run.progress("training routers", 0.6)
         source = torch.Generator().manual_seed(seed)
         return train(
             model,
@@ -146,16 +130,10 @@ class DuoLLM(BaseClaim):
         flops = ffn_flops(model.config, torch.stack([one, torch.full((_LAYERS,), BIG)]))
         return float(flops[0] / flops[1])
 
-    def _judge(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        *,
-        as_baseline: bool,
-    ) -> None:
+    def _judge(self, run: ClaimRun) -> None:
         import torch
 
+        from shoal.claims.experiments.arch_training import text
         from shoal.claims.lab.route_oracle import best, difficulty, patterns
         from shoal.model.duo import (
             BIG,
@@ -167,12 +145,12 @@ class DuoLLM(BaseClaim):
             router_routes,
         )
 
-        model = context.remember("model", lambda: self._trained(context))
-        data = context.remember("text", lambda: None)
-        inputs, targets = _heldout(data.heldout, self.tokens // _LENGTH, _LENGTH)  # type: ignore[attr-defined]
+        model = run.remember("model", lambda: self._trained(run))
+        data = text(run.context.data)
+        inputs, targets = _heldout(data.heldout, self.tokens // _LENGTH, _LENGTH)
         every, one_big = patterns(_LAYERS), patterns(_LAYERS, big=1)
         big = torch.full((_LAYERS, *inputs.shape), BIG)
-        context.progress("asking the oracle", 0.8)
+        run.progress("asking the oracle", 0.8)
 
         def by_token(routes: Tensor | None) -> np.ndarray:
             with torch.no_grad(), routed(model, routes):
@@ -185,11 +163,10 @@ class DuoLLM(BaseClaim):
             ]
             return torch.cat(parts, 1).flatten(1).double().numpy()
 
-        table = context.remember("patterns", independent)
+        table = run.remember("patterns", independent)
         allowed = (every == BIG).sum(1) <= 1
         result = best(table[allowed], every[allowed])
-        oracle = table[0] if as_baseline else result.losses
-        metrics["oracle_one_big"] = self._paired(oracle, table[0])
+        run.put("oracle_one_big", *map(self._means, (run.pick(result.losses, table[0]), table[0])))
 
         def left_to_right() -> np.ndarray:
             parts = [
@@ -201,19 +178,18 @@ class DuoLLM(BaseClaim):
         chosen = router_routes(model, inputs)
         whole = float(ffn_flops(model.config, big[:, 0, 0]))
         spent = float(ffn_flops(model.config, chosen.movedim(0, -1)).double().mean()) / whole
-        chance = _chance(spent, whole, model, inputs.shape, context.seed)
-        sequential = context.remember("sequential", left_to_right).reshape(-1)
+        chance = _chance(spent, whole, model, inputs.shape, run.seed)
+        sequential = run.remember("sequential", left_to_right).reshape(-1)
         random = by_token(chance).reshape(-1)
-        router = random if as_baseline else by_token(chosen).reshape(-1)
-        if as_baseline:
+        router = random if run.as_baseline else by_token(chosen).reshape(-1)
+        if run.as_baseline:
             sequential = by_token(big).reshape(-1)
-        metrics["oracle_below_router"] = self._paired(sequential, router)
-        metrics["router_below_random"] = self._paired(router, random)
-        means = [values.reshape(self.groups, -1).mean(1) for values in (random, router, sequential)]
-        gained = (means[0] - means[1]) / (means[0] - means[2])
-        metrics["captured"] = PairedSamples(method=tuple(float(x) for x in gained))
+        by_chance, by_router, by_oracle = map(self._means, (random, router, sequential))
+        run.put("oracle_below_router", by_oracle, by_router)
+        run.put("router_below_random", by_router, by_chance)
+        run.put("captured", (by_chance - by_router) / (by_chance - by_oracle))
         small = table[(every == SMALL).all(1)][0]
-        details["loss"] = {
+        run.details["loss"] = {
             "all_big": float(table[0].mean()),
             "all_small": float(small.mean()),
             "best_fixed_pattern_of_one_big": float(table[allowed].mean(1).min()),
@@ -223,35 +199,28 @@ class DuoLLM(BaseClaim):
             "router": float(router.mean()),
             "random": float(random.mean()),
         }
-        details["computation"] = {
+        run.details["computation"] = {
             "router": spent,
             "random": float(ffn_flops(model.config, chance.movedim(0, -1)).double().mean()) / whole,
             "one_big": self._budget(model),
         }
-        details["big_by_layer"] = {
+        run.details["big_by_layer"] = {
             "oracle": [float(x) for x in (result.routes == BIG).mean(0)],
             "router": [float((chosen[layer] == BIG).double().mean()) for layer in range(_LAYERS)],
         }
         hard = difficulty(small, result.losses)
-        details["difficulty_and_loss_correlate"] = float(np.corrcoef(hard, table[0])[0, 1])
+        run.details["difficulty_and_loss_correlate"] = float(np.corrcoef(hard, table[0])[0, 1])
 
-    def _paired(self, ours: np.ndarray, theirs: np.ndarray) -> PairedSamples:
+    def _means(self, losses: np.ndarray) -> np.ndarray:
         """Mean losses of the groups."""
-        first, second = (
-            tuple(float(x) for x in values.reshape(self.groups, -1).mean(1))
-            for values in (ours, theirs)
-        )
-        return PairedSamples(method=first, baseline=second)
+        return np.asarray(losses.reshape(self.groups, -1).mean(1))
 
 
 def _heldout(data: np.ndarray, rows: int, length: int) -> tuple[Tensor, Tensor]:
     """Evenly spaced sequences, and their next bytes."""
-    import torch
+    from shoal.claims.experiments.arch_training import windows
 
-    starts = np.linspace(0, len(data) - length - 2, rows).astype(np.int64)
-    values = np.stack([data[at : at + length + 1] for at in starts]).astype(np.int64)
-    both = torch.from_numpy(values)
-    return both[:, :-1], both[:, 1:]
+    return windows(data, np.linspace(0, len(data) - length - 2, rows).astype(np.int64), length)
 
 
 def _each(model: Transformer, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -60,36 +60,29 @@ class EasySpecClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (142,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.experiments.easyspec_runs import eight_devices, tiny
 
-        size = 1 if as_baseline else self.group
-        context.progress("a tiny draft in float64", 0.02)
-        wrong, calls = tiny(context.seed, size)
-        slow, fast = eight_devices(1 if as_baseline else 4)
-        metrics = {
-            "wrong_tokens": PairedSamples(method=(float(wrong),)),
-            "attention_calls": PairedSamples(method=(float(calls),), baseline=(8.0,)),
-            "eight_devices": PairedSamples(method=(slow / fast,), baseline=(1.0,)),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        return self._full(context, metrics, size)
+        run.progress("a tiny draft in float64", 0.02)
+        wrong, calls = tiny(run.seed, run.pick(self.group, 1))
+        run.put("wrong_tokens", wrong)
+        run.put("attention_calls", calls, 8.0)
+        slow, fast = eight_devices(run.pick(4, 1))
+        run.put("eight_devices", slow / fast, 1.0)
+        if not run.quick:
+            self._decode(run)
 
-    def _full(
-        self, context: ExperimentContext, metrics: dict[str, PairedSamples], size: int
-    ) -> ClaimSamples:
+    def _decode(self, run: ClaimRun) -> None:
         from shoal.claims.bench.decode import Bench, regular
         from shoal.claims.experiments.decoding import prompts_of, target_of
         from shoal.claims.experiments.easyspec_runs import acceptance
         from shoal.train import zoo
 
-        target = target_of(context)
-        say = lambda line: context.progress(line, 0.1)  # noqa: E731
-        draft = context.remember("draft", lambda: zoo.trained(self.draft, say))
+        size = run.pick(self.group, 1)
+        target = target_of(run.context)
+        say = lambda line: run.progress(line, 0.1)  # noqa: E731
+        draft = run.remember("draft", lambda: zoo.trained(self.draft, say))
         shared: dict[str, Any] = {"path": str(draft), "depth": self.depth}
         grouped = {"name": "easyspec", **shared, "group": size, "stale": self.stale}
         methods = {
@@ -99,8 +92,8 @@ class EasySpecClaim(BaseClaim):
             "stale": {**grouped, "calibrate": False},
         }
         bench = Bench(target, methods, threads=1)
-        context.progress("acceptance", 0.2)
-        prompts = prompts_of(context, self.asked, self.prompt_tokens, 0)
+        run.progress("acceptance", 0.2)
+        prompts = prompts_of(run.context, self.asked, self.prompt_tokens, 0)
         places = regular([bench.answer("plain", [prompt], self.new_tokens) for prompt in prompts])
         rates = {
             name: acceptance(
@@ -110,14 +103,15 @@ class EasySpecClaim(BaseClaim):
         }
         first = {name: one[0] for name, one in rates.items()}
         late = {name: one[1] for name, one in rates.items()}
-        metrics["acceptance_loss"] = PairedSamples(method=(first["draft"] - first["groups"],))
+        run.put("acceptance_loss", first["draft"] - first["groups"])
         lost = late["draft"] - late["stale"]
         recovered = (late["groups"] - late["stale"]) / lost if lost > 0.005 else 0.0
-        metrics["recovered"] = PairedSamples(method=(recovered,))
-        result = self._timed(context, bench, target, draft, size)
+        run.put("recovered", recovered, bound=1.0)
+        result = self._timed(run, bench, target, draft, size)
         best = max(result, key=lambda name: result[name].speedup)
-        metrics["draft_pass"], metrics["end_to_end"] = result[best].passes, result[best].answers
-        details: dict[str, Any] = {
+        run.metrics |= {"draft_pass": result[best].passes, "end_to_end": result[best].answers}
+        run.bounds |= result[best].bounds
+        run.details |= {
             "acceptance": first,
             "acceptance_late": late,
             "kept": len(places),
@@ -126,7 +120,7 @@ class EasySpecClaim(BaseClaim):
             **{name: one.details for name, one in result.items()},
         }
         one, two = result["fused"].details, result["ranks"].details
-        profile = (
+        run.profile = (
             f"of the guesses {first['draft']:.3f} accepted layer by layer, {first['groups']:.3f} "
             f"by groups of {size}, {first['stale']:.3f} with stale keys and values kept; in one "
             f"process a pass takes {one['baseline_us']:.0f} us and {one['method_us']:.0f} us by "
@@ -137,11 +131,9 @@ class EasySpecClaim(BaseClaim):
             "save meetings; both are slower there than in one process, for this draft lies in the "
             "caches of one core"
         )
-        bounds = {**result[best].bounds, "recovered": 1.0}
-        return ClaimSamples(metrics=metrics, details=details, profile=profile, bounds=bounds)
 
     def _timed(
-        self, context: ExperimentContext, bench: Bench, target: Path, draft: Path, size: int
+        self, run: ClaimRun, bench: Bench, target: Path, draft: Path, size: int
     ) -> dict[str, TimedPasses]:
         """Passes and answers in one process, and on two ranks."""
         from shoal.claims.bench.decode import Bench
@@ -152,19 +144,19 @@ class EasySpecClaim(BaseClaim):
         from shoal.model import huggingface
         from shoal.plan.trees.fuzzy import even_groups
 
-        fields: dict[str, Any] = {"rounds": self.rounds, "seed": context.seed}
-        prompts = prompts_of(context, self.prompts, self.prompt_tokens, 0)
-        context.progress("draft passes in turn", 0.4)
-        read = context.remember("reading", lambda: reading_s(draft, self.passes, context.seed))
-        passes = timed_passes(bench.engines["groups"], self.passes, context.seed)
-        context.progress("answers in turn", 0.5)
+        fields: dict[str, Any] = {"rounds": self.rounds, "seed": run.seed}
+        prompts = prompts_of(run.context, self.prompts, self.prompt_tokens, 0)
+        run.progress("draft passes in turn", 0.4)
+        read = run.remember("reading", lambda: reading_s(draft, self.passes, run.seed))
+        passes = timed_passes(bench.engines["groups"], self.passes, run.seed)
+        run.progress("answers in turn", 0.5)
         answers = answers_in_turn(bench, "groups", prompts, self.new_tokens, **fields)
         result = {"fused": TimedPasses.of(passes, answers, read, self.depth)}
-        context.progress("draft passes on two ranks", 0.6)
+        run.progress("draft passes on two ranks", 0.6)
         groups = even_groups(size, huggingface.read_config(draft).num_layers)
         full = self.stale == "full"
-        passes, more = ranked_passes(draft, target, groups, full, self.passes, context.seed)
-        context.progress("answers in turn with a draft on two ranks", 0.8)
+        passes, more = ranked_passes(draft, target, groups, full, self.passes, run.seed)
+        run.progress("answers in turn with a draft on two ranks", 0.8)
         ranked = {
             "name": "easyspec", "path": str(draft), "depth": self.depth, "group": size,
             "stale": self.stale, "realise": "ranks", "cores": (max(os.sched_getaffinity(0)),),

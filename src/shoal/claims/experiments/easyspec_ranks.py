@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.claims.frame import paired
 from shoal.claims.protocols import PairedSamples
+from shoal.claims.ranks import on_ranks
 from shoal.core.measure import interleave
 from shoal.core.random import generator
+from shoal.ir import ServeJob
 
 if TYPE_CHECKING:
     from shoal.claims.bench.decode import Bench, DecodeBatchResult
@@ -40,14 +43,7 @@ def repeated(net: DraftNet) -> None:
 
 
 def passes(
-    comm: Comm,
-    *,
-    path: str,
-    job: dict[str, Any],
-    groups: list[int],
-    full: bool,
-    pairs: int,
-    seed: int,
+    comm: Comm, *, path: str, job: ServeJob, groups: list[int], full: bool, pairs: int, seed: int
 ) -> dict[str, Any]:
     """Seconds of draft passes on one rank, in turn; what each process of the ranks does.
 
@@ -62,17 +58,14 @@ def passes(
     """
     import torch
 
-    from shoal.core.config import parse
-    from shoal.ir import ServeJob
     from shoal.serve.decode.draft.ranked import part_of, ranked
 
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
-    result, limit = parse(ServeJob, job, where="job"), 512
-    nets = {}
+    nets, limit = {}, 512
     for name, grouped in (("method", max(groups) > 1), ("baseline", False)):
         share: Share = "layers" if grouped else "heads"
-        part = part_of(path, result, limit, torch.bfloat16, comm.rank, comm.world, share)
+        part = part_of(path, job, limit, torch.bfloat16, comm.rank, comm.world, share)
         chosen = tuple(groups) if grouped else None
         nets[name] = ranked(part, comm, limit, share, chosen, full=full and grouped)
     timed = interleave(
@@ -92,23 +85,15 @@ def ranked_passes(
     draft: Path, target: Path, groups: Sequence[int], full: bool, pairs: int, seed: int
 ) -> tuple[PairedSamples, dict[str, Any]]:
     """The same of two ranks, one core each, as the first of them sees it."""
-    from shoal.parallel.comm.processes import run_processes
-
     job = {"model": str(target), "threads": 1, "kv_tokens": 512, "max_running": 1}
     job["speculative"] = {"name": "draft_model", "path": str(draft)}  # trees are read
-    processes = run_processes(
-        "shoal.claims.experiments.easyspec_ranks:passes",
-        _RANKS,
-        {
-            "path": str(draft), "job": job, "groups": list(groups), "full": full, "pairs": pairs,
-            "seed": seed,
-        },
-    )[0]  # fmt: skip
-    seconds = processes["seconds"]
-    fields = {"not_recorded": processes["not_recorded"], "ranks": _RANKS}
-    return PairedSamples(
-        method=tuple(seconds["method"]), baseline=tuple(seconds["baseline"])
-    ), fields
+    ranks = on_ranks(
+        f"{__name__}:passes", _RANKS, path=str(draft), job=ServeJob.model_validate(job),
+        groups=list(groups), full=full, pairs=pairs, seed=seed,
+    )  # fmt: skip
+    seconds = ranks[0]["seconds"]
+    fields = {"not_recorded": ranks[0]["not_recorded"], "ranks": _RANKS}
+    return paired(seconds["method"], seconds["baseline"]), fields
 
 
 def answers_in_turn(

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.claims.experiments.easyspec_ranks import PASSES, repeated
+from shoal.claims.experiments.tiny import llama, requests, served
+from shoal.claims.frame import paired
 from shoal.claims.protocols import PairedSamples
 from shoal.core.measure import interleave
 from shoal.core.scratch import scratch_directory
@@ -70,7 +72,7 @@ def timed_passes(engine: Any, pairs: int, seed: int) -> PairedSamples:
         warmup=3,
         seed=seed,
     )
-    return PairedSamples(method=timed.seconds["method"], baseline=timed.seconds["baseline"])
+    return paired(timed.seconds["method"], timed.seconds["baseline"])
 
 
 def reading_s(draft: Path, pairs: int, seed: int) -> float:
@@ -202,16 +204,12 @@ def tiny(seed: int, group: int) -> tuple[int, int]:
     """
     import torch
 
-    from shoal.ir import Request, SamplingParams, ServeJob
+    from shoal.ir import ServeJob
     from shoal.model import huggingface
-    from shoal.model.config import ModelConfig
     from shoal.serve.engine.build import engine_of
     from shoal.train.zoo import random
 
-    config = ModelConfig(
-        name="tiny", vocab_size=97, hidden=64, num_layers=8, num_heads=4, num_kv_heads=2,
-        head_dim=16, ffn_hidden=96, max_position=256, initializer_range=0.12,
-    )  # fmt: skip
+    config = llama(64, 8, 4, kv_heads=2, vocab=97, ffn=96, initializer_range=0.12)
     model = random(config, seed).requires_grad_(False)
     answers, calls = [], 0
     with scratch_directory("claim") as home:
@@ -219,20 +217,12 @@ def tiny(seed: int, group: int) -> tuple[int, int]:
         huggingface.write(place, model)
         target = model.to(torch.float64)
         for speculative in (None, {"name": "easyspec", "path": str(place), "group": group}):
-            fields = {
-                "model": str(place),
-                "kv_tokens": 512,
-                "threads": 1,
-                "speculative": speculative,
-            }
-            engine = engine_of(ServeJob.model_validate(fields), target)[0]
+            fields = {"model": str(place), "kv_tokens": 512, "threads": 1}
+            job = ServeJob.model_validate({**fields, "speculative": speculative})
+            engine = engine_of(job, target)[0]
             if speculative is not None:
                 engine.scheduler.drafting = FixedDrafting(4)  # type: ignore[attr-defined]
-            request = Request("tiny", list(range(20)), 20, SamplingParams(max_tokens=40))
-            engine.add(request)
-            while engine.busy:
-                engine.step()
-            answers.append(request.tokens)
+            answers += served(engine, requests([range(20)], 40))
             if speculative is not None:
                 quick = engine.runner.drafter.quick.model  # type: ignore[attr-defined]
                 calls = len(getattr(quick, "groups", (1,) * config.num_layers))

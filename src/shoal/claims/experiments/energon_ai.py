@@ -16,14 +16,15 @@ Source: Du et al., EnergonAI: An Inference System for 10-100 Billion Parameter T
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -58,69 +59,42 @@ class EnergonAI(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (17,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Count rows; then, unless it is quick, time the three."""
-        metrics: dict[str, PairedSamples] = {}
-        details: dict[str, JsonValue] = {}
-        wrong = self._packed(context, metrics, details, quick=quick, as_baseline=as_baseline)
-        if not quick:
-            context.progress("pipeline", 0.3)
-            wrong += self._pipeline(context, metrics, details, as_baseline=as_baseline)
-            context.progress("memory", 0.7)
-            self._memory(context, metrics, details, as_baseline=as_baseline)
-        metrics["wrong_tokens"] = PairedSamples(method=(float(wrong),))
-        return ClaimSamples(metrics=metrics, details=details)
+        wrong = self._packed(run)
+        if not run.quick:
+            run.progress("pipeline", 0.3)
+            wrong += self._pipeline(run)
+            run.progress("memory", 0.7)
+            self._memory(run)
+        run.put("wrong_tokens", wrong)
 
-    def _packed(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        *,
-        quick: bool,
-        as_baseline: bool,
-    ) -> int:
+    def _packed(self, run: ClaimRun) -> int:
         from shoal.claims.experiments.energon_ai_runs import FirstTokens, job, lengths, model_of
         from shoal.core.random import generator
         from shoal.serve.engine.build import prepare
 
-        hidden, longest = (64, 32) if quick else (_HIDDEN, self.longest)
-        counts = lengths(self.prompts, longest, context.seed)
+        hidden, longest = (64, 32) if run.quick else (_HIDDEN, self.longest)
+        counts = lengths(self.prompts, longest, run.seed)
         prompts = [
-            generator(context.seed, purpose="packed", index=number).integers(0, 4096, n).tolist()
+            generator(run.seed, purpose="packed", index=number).integers(0, 4096, n).tolist()
             for number, n in enumerate(counts)
         ]
-        both = FirstTokens(prepare(job(), model_of(4, hidden, context.seed)), prompts)
-        tokens, rows = both.rows(padded=as_baseline)
+        both = FirstTokens(prepare(job(), model_of(4, hidden, run.seed)), prompts)
+        tokens, rows = both.rows(padded=run.as_baseline)
         reference, most = both.rows(padded=True)
-        metrics["linear_rows"] = PairedSamples(
-            method=(float(rows),), baseline=(float(sum(counts)),)
-        )
-        details["packed"] = {"lengths": list(counts), "rows": rows, "padded_rows": most}
-        if not quick:
-            timed = interleave(
-                {
-                    "packed": lambda: both.run(padded=as_baseline),
-                    "padded": lambda: both.run(padded=True),
-                },
-                self.rounds,
-                seed=context.seed,
-            ).seconds
-            metrics["packed_prefill"] = PairedSamples(
-                method=timed["packed"], baseline=timed["padded"]
-            )
+        run.put("linear_rows", rows, sum(counts))
+        run.details["packed"] = {"lengths": counts, "rows": rows, "padded_rows": most}
+        if not run.quick:
+            arms = {
+                "packed": functools.partial(both.run, padded=False),
+                "padded": functools.partial(both.run, padded=True),
+            }
+            timed = run.race(arms, self.rounds, swaps={"packed": "padded"})
+            run.put("packed_prefill", timed["packed"], timed["padded"])
         return sum(one != other for one, other in zip(tokens, reference, strict=True))
 
-    def _pipeline(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        *,
-        as_baseline: bool,
-    ) -> int:
+    def _pipeline(self, run: ClaimRun) -> int:
         from shoal.claims.experiments.energon_ai_runs import (
             generate,
             model_of,
@@ -129,39 +103,28 @@ class EnergonAI(BaseClaim):
         )
         from shoal.model import huggingface
 
-        directory = context.work_dir / "pipeline"
+        directory = run.work_dir / "pipeline"
         if not directory.exists():
-            huggingface.write(directory, model_of(8, _HIDDEN, context.seed))
-        size = (self.requests, self.tokens, context.seed)
-        want = context.remember("answers", lambda: generate(one_process(directory), *size))
+            huggingface.write(directory, model_of(8, _HIDDEN, run.seed))
+        size = (self.requests, self.tokens, run.seed)
+        want = run.remember("answers", lambda: generate(one_process(directory), *size))
         wrong = 0
-        ours = pipeline(directory, blocking=as_baseline, latency_s=_LATENCY_S)
-        try:
-            blocking = pipeline(directory, blocking=True, latency_s=_LATENCY_S)
-            try:
+        blocks = run.arms({"nonblocking": False, "blocking": True}, {"nonblocking": "blocking"})
+        with contextlib.ExitStack() as stack:
+            engines = {}
+            for name, blocking in blocks.items():
+                engines[name] = pipeline(directory, blocking=blocking, latency_s=_LATENCY_S)
+                stack.callback(engines[name].close)
 
-                def answer(name: str) -> None:
-                    nonlocal wrong
-                    engine = ours if name == "nonblocking" else blocking
-                    wrong += generate(engine, *size) != want
+            def answer(name: str) -> None:
+                nonlocal wrong
+                wrong += generate(engines[name], *size) != want
 
-                timed = interleave(
-                    {
-                        "nonblocking": lambda: answer("nonblocking"),
-                        "blocking": lambda: answer("blocking"),
-                    },
-                    self.rounds,
-                    seed=context.seed,
-                ).seconds
-            finally:
-                blocking.close()
-        finally:
-            ours.close()
-        metrics["nonblocking_pipeline"] = PairedSamples(
-            method=timed["nonblocking"], baseline=timed["blocking"]
-        )
+            arms = {name: functools.partial(answer, name) for name in engines}
+            timed = run.race(arms, self.rounds, swaps={})
+        run.put("nonblocking_pipeline", timed["nonblocking"], timed["blocking"])
         every = self.requests * self.tokens
-        details["pipeline"] = {
+        run.details["pipeline"] = {
             "latency_s": _LATENCY_S,
             "tokens_per_s": {
                 name: [round(every / one, 1) for one in seconds] for name, seconds in timed.items()
@@ -169,53 +132,35 @@ class EnergonAI(BaseClaim):
         }
         return wrong
 
-    def _memory(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        *,
-        as_baseline: bool,
-    ) -> None:
+    def _memory(self, run: ClaimRun) -> None:
         from shoal.claims.experiments.energon_ai_runs import job, model_of, steps_of
         from shoal.serve.cache.weights import PeerMemory, least_resident
         from shoal.serve.engine.build import prepare
 
         def model() -> Transformer:
-            return prepare(job(), model_of(self.layers, _HIDDEN, context.seed))
+            return prepare(job(), model_of(self.layers, _HIDDEN, run.seed))
 
         resident = steps_of(model(), 96)
-        alone = interleave({"resident": resident}, 8, seed=context.seed).seconds["resident"]
+        alone = run.race({"resident": resident}, 8)["resident"]
         layer_s = sorted(alone)[len(alone) // 2] / self.layers
         layer_bytes = 4 * sum(
             one.numel() for name, one in model().blocks[0].named_parameters() if "norm" not in name
         )
         speed = layer_bytes / (_COPY * layer_s)
 
-        def elsewhere(*, prefetch: bool) -> tuple[Transformer, int]:
+        def elsewhere(*, prefetch: bool) -> tuple[Callable[[], object], int]:
             made = model()
             pool = PeerMemory(fraction=0.3, prefetch=prefetch, bytes_per_s=speed).apply(made)
             assert pool is not None
-            return made, pool.saved_bytes
+            return steps_of(made, 96), pool.saved_bytes
 
-        ours, saved = elsewhere(prefetch=not as_baseline)
-        late = steps_of(elsewhere(prefetch=False)[0], 96)
-        timed = interleave(
-            {
-                "resident": resident,
-                "elsewhere": steps_of(ours, 96),
-                "late": resident if as_baseline else late,
-            },
-            2 * self.rounds,
-            seed=context.seed,
-        ).seconds
-        metrics["peer_memory"] = PairedSamples(
-            method=timed["elsewhere"], baseline=timed["resident"]
-        )
-        metrics["peer_memory_without_prefetch"] = PairedSamples(
-            method=timed["late"], baseline=timed["resident"]
-        )
-        details["memory"] = {
+        ours, saved = elsewhere(prefetch=not run.as_baseline)
+        late = elsewhere(prefetch=False)[0]
+        arms = {"resident": resident, "elsewhere": ours, "late": late}
+        timed = run.race(arms, 2 * self.rounds, swaps={"late": "resident"})
+        run.put("peer_memory", timed["elsewhere"], timed["resident"])
+        run.put("peer_memory_without_prefetch", timed["late"], timed["resident"])
+        run.details["memory"] = {
             "layer_s": layer_s,
             "copy_s": _COPY * layer_s,
             "layer_bytes": layer_bytes,

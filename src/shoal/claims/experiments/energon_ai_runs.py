@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shoal.claims.experiments.tiny import llama, requests, served
 from shoal.core.random import generator
-from shoal.ir import Request, SamplingParams, ServeJob
-from shoal.model.config import ModelConfig
+from shoal.ir import ServeJob
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
     from shoal.serve.ranks.workers import RankedEngine
 
@@ -25,19 +26,10 @@ _VOCAB = 4096
 
 def config(layers: int, hidden: int, longest: int) -> ModelConfig:
     """A dense model; its logits are well apart."""
-    return ModelConfig(
-        family="llama",
-        vocab_size=_VOCAB,
-        hidden=hidden,
-        num_layers=layers,
-        num_heads=hidden // 64,
-        num_kv_heads=max(1, hidden // 128),
-        head_dim=64,
-        ffn_hidden=3 * hidden,
-        max_position=longest,
-        initializer_range=0.1,
-        tied=True,
-    )
+    return llama(
+        hidden, layers, hidden // 64, kv_heads=max(1, hidden // 128), vocab=_VOCAB, length=longest,
+        initializer_range=0.1, tied=True,
+    )  # fmt: skip
 
 
 def model_of(layers: int, hidden: int, seed: int, *, longest: int = 1024) -> Transformer:
@@ -128,15 +120,11 @@ class FirstTokens:
 
 def generate(engine: Any, count: int, tokens: int, seed: int) -> list[list[int]]:
     """What an engine answers to ``count`` prompts of 16 tokens at once."""
-    requests = []
-    for number in range(count):
-        prompt = generator(seed, purpose="prompt", index=number).integers(0, _VOCAB, 16).tolist()
-        requests.append(Request(f"{number}", prompt, 16, SamplingParams(max_tokens=tokens)))
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-    return [request.tokens[16:] for request in requests]
+    prompts = (
+        generator(seed, purpose="prompt", index=number).integers(0, _VOCAB, 16).tolist()
+        for number in range(count)
+    )
+    return served(engine, requests(prompts, tokens))
 
 
 def pipeline(directory: Path, *, blocking: bool, latency_s: float) -> RankedEngine:

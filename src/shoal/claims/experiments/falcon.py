@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.decoding import (
@@ -28,7 +27,8 @@ from shoal.claims.experiments.decoding import (
     summarize,
     target_of,
 )
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import DrafterCalibration
@@ -45,7 +45,7 @@ class FalconClaim(BaseClaim):
     """Greedy decoding at batch 1 with drafters over features.
 
     Args:
-        k: tokens of a pass.
+        k: tokens of a pass; 1 is the baseline.
         forwards: passes.
         train_tokens: of each drafter's training.
         seeds: of the nets that glancing is judged by.
@@ -57,7 +57,7 @@ class FalconClaim(BaseClaim):
         threads: that compute; 0 for all cores.
     """
 
-    k: int = 2
+    k: Annotated[int, Ge(2)] = 2
     forwards: Annotated[int, Ge(1)] = 2
     train_tokens: Annotated[int, Ge(1)] = 600_000
     seeds: Annotated[int, Ge(1)] = 3
@@ -71,23 +71,16 @@ class FalconClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (104,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def __post_init__(self) -> None:
-        require(self.k >= 2, "claim.falcon.k", self.k, expected="2 or more: 1 is the baseline")
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.serve.decode.passes import TreePasses
 
         levels = self.k * self.forwards
         tree = AutoTree(nodes=self.nodes).build(DrafterCalibration((_RIGHT,) * levels))
-        single = float(len(TreePasses(tree, 1).passes))
-        own = single if as_baseline else float(len(TreePasses(tree, self.k).passes))
-        metrics = {"passes_of_single": PairedSamples(method=(own,), baseline=(single,))}
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        return self._decoded(context, metrics, as_baseline=as_baseline)
+        own, single = (len(TreePasses(tree, k).passes) for k in (run.pick(self.k, 1), 1))
+        run.put("passes_of_single", own, single)
+        if not run.quick:
+            self._decode(run)
 
     def _net(self, context: ExperimentContext, seed: int = 0, **options: Any) -> Path:
         """The directory of a net over features."""
@@ -99,15 +92,14 @@ class FalconClaim(BaseClaim):
         trained[place.name] = seconds
         return place
 
-    def _decoded(
-        self, context: ExperimentContext, metrics: dict[str, PairedSamples], *, as_baseline: bool
-    ) -> ClaimSamples:
+    def _decode(self, run: ClaimRun) -> None:
         from shoal.claims.bench.decode import PLAIN, Bench
         from shoal.claims.experiments.medusa_runs import equal_answers
         from shoal.core.measure import num_cores
         from shoal.model.drafters.files import read_config
         from shoal.plan.trees.drafting import FixedDrafting
 
+        context = run.context
         target = target_of(context)
         medusa, _ = drafter_of(context, "medusa")
         single = self._net(context, k=1, forwards=self.k * self.forwards)
@@ -115,33 +107,34 @@ class FalconClaim(BaseClaim):
         unglanced: list[float] = []
         for seed in range(self.seeds):
             without = self._net(context, seed, glance_from=0.0, glance_to=0.0)
-            glanced = without if as_baseline else self._net(context, seed)
+            glanced = without if run.as_baseline else self._net(context, seed)
             right = [read_config(one).calibration[1][0] for one in (glanced, without)]
             gains.append(right[0] - right[1])
             unglanced.append(right[1])
-        metrics["second_token_gain"] = PairedSamples(method=tuple(gains))
+        # Of all second tokens, those that were wrong without glancing.
+        run.put("second_token_gain", gains, bound=1 - statistics.fmean(unglanced))
         # As many passes as pay; where lengths are compared, as many as the trees are judged for.
         falcon = {"name": "falcon", "path": str(self._net(context))}
         one_a_pass = {**falcon, "path": str(single)}
-        method = one_a_pass if as_baseline else falcon
-        passes = self.k * self.forwards if as_baseline else self.forwards
+        method = run.pick(falcon, one_a_pass)
+        passes = run.pick(self.forwards, self.k * self.forwards)
         prompts = prompts_of(context, self.texts, 64, 0)
-        context.progress("tokens in fp64", 0.5)
+        run.progress("tokens in fp64", 0.5)
         same = equal_answers(target, method, prompts[: self.exact_texts], self.new // 2)
-        metrics["wrong_tokens"] = PairedSamples(method=tuple(1 - one for one in same))
-        context.progress("decoding", 0.6)
+        run.put("wrong_tokens", (1 - one for one in same))
+        run.progress("decoding", 0.6)
         arms: dict[str, dict[str, Any] | None] = {
             PLAIN: None,
             "medusa": {"name": "medusa", "path": str(medusa)},
             "single": one_a_pass,
-            "falcon": None if as_baseline else falcon,
+            "falcon": run.pick(falcon, None),
         }
         bench = Bench(target, arms, threads=self.threads or num_cores())
-        result = bench.interleaved(prompts, self.new, rounds=self.rounds, seed=context.seed)
+        result = bench.interleaved(prompts, self.new, rounds=self.rounds, seed=run.seed)
         timed = {name: seconds_per_token(result[name], result[PLAIN]) for name in arms}
-        metrics["over_plain"], places = timed["falcon"]
+        run.metrics["over_plain"], places = timed["falcon"]
         require(bool(places), "claim.falcon", len(places), expected="an answer that is no loop")
-        context.progress("accepted tokens", 0.9)
+        run.progress("accepted tokens", 0.9)
         lengths: dict[str, list[float]] = {}
         judged = {
             "single": {**one_a_pass, "forwards": self.k * self.forwards},
@@ -153,16 +146,14 @@ class FalconClaim(BaseClaim):
             lengths[name] = [
                 other.answer(name, [prompts[place]], self.new).tokens_per_step for place in places
             ]
-        metrics["accepted_of_single"] = PairedSamples(
-            method=tuple(lengths["method"]), baseline=tuple(lengths["single"])
-        )
+        run.put("accepted_of_single", lengths["method"], lengths["single"])
         timing: dict[str, Any] = {
             name: getattr(bench.engines[name].runner, "drafter", None)
             for name in ("single", "falcon")
         }
-        details: dict[str, JsonValue] = {
-            "trained_s": dict(context.remember("trained", dict)),
-            "second_token_gains": list(gains),
+        run.details |= {
+            "trained_s": run.remember("trained", dict),
+            "second_token_gains": gains,
             "over_plain": {
                 name: statistics.median(
                     plain / own for own, plain in zip(one.method, one.baseline, strict=True)
@@ -170,8 +161,7 @@ class FalconClaim(BaseClaim):
                 for name, (one, _) in timed.items()
             },
             "answers": {
-                name: dict(summarize([of[0][place] for place in places]))
-                for name, of in result.items()
+                name: summarize([of[0][place] for place in places]) for name, of in result.items()
             },
             "bf16_agreement": {
                 name: agreement(of[0], result[PLAIN][0]) for name, of in result.items()
@@ -187,11 +177,7 @@ class FalconClaim(BaseClaim):
             },
             "loops": len(prompts) - len(places),
         }
-        profile = ", ".join(
+        run.profile = ", ".join(
             f"{name} {1e3 * statistics.median(one.method):.3f} ms a token"
             for name, (one, _) in timed.items()
         )
-        # Of all second tokens, those that were wrong without glancing.
-        most = 1 - statistics.fmean(unglanced)
-        bounds = {"second_token_gain": most}
-        return ClaimSamples(metrics=metrics, details=details, profile=profile, bounds=bounds)

@@ -18,10 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.extras import import_extra
-from shoal.core.measure import interleave
-from shoal.core.native import compiler
 from shoal.core.parts import part, table
 from shoal.core.random import generator
 from shoal.corpora.photos import photo_descriptors
@@ -44,57 +42,49 @@ class FasterPAMClaim(BaseClaim):
     pairs: int = 7
 
     rows: ClassVar[tuple[int, ...]] = (47,)
+    needs: ClassVar[tuple[str, ...]] = ("c++",)
 
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """Compiled code is what is timed."""
-        return None if compiler() else "there is no C++ compiler"
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Count; the full run times PAM for some minutes, then the package."""
-        small = (*context.remember("small", partial(_given, 2000)), _start(2000, 100, context))
+        small = (*run.remember("small", partial(_given, 2000)), _start(2000, 100, run.seed))
         eager, steep = _found("fasterpam", *small), _found("fastpam1", *small)
         # PAM compares all objects for each medoid and candidate; FasterPAM for each candidate.
-        work = 1.0 if as_baseline else 100 * steep.passes / eager.passes
-        loss = 1.0 if as_baseline else eager.loss / steep.loss
-        metrics = {"compared_over_pam": PairedSamples(method=(work,))}
-        metrics["loss_over_pam"] = PairedSamples(method=(loss,))
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        context.progress("timing PAM", 0.1)
+        run.put("compared_over_pam", run.pick(100 * steep.passes / eager.passes, 1.0))
+        run.put("loss_over_pam", run.pick(eager.loss / steep.loss, 1.0))
+        if run.quick:
+            return
+        run.progress("timing PAM", 0.1)
         textbook = partial(_found, "pam", *small)
-        pam = context.remember("pam", textbook)
+        pam = run.remember("pam", textbook)
         other = set(pam.medoids.tolist()) ^ set(steep.medoids.tolist())
-        metrics["fastpam1_other_medoids"] = PairedSamples(method=(float(len(other)),))
-        ours = textbook if as_baseline else partial(_found, "fasterpam", *small)
-        metrics["over_pam"] = self._timed(ours, textbook)
+        run.put("fastpam1_other_medoids", len(other))
+        ours = run.pick(partial(_found, "fasterpam", *small), textbook)
+        run.put("over_pam", *self._timed(run, ours, textbook))
         package: Any = import_extra("kmedoids", extra="bench", purpose="the peer of the claim")
         first = (small[1].whole, small[2].astype(np.uint64), 3)  # swaps
-        beside = partial(self._timed, partial(textbook, 3), partial(package.pam, *first))
-        peer = context.remember("peer", beside).model_dump()
-        rates = PairedSamples.model_validate({arm: [1 / s for s in peer[arm]] for arm in peer})
-        large, apart = context.remember("large", partial(_given, 8000)), []
+        beside = partial(self._timed, run, partial(textbook, 3), partial(package.pam, *first))
+        run.put_peer("over_pam", *run.remember("peer", beside))
+        large, apart = run.remember("large", partial(_given, 8000)), []
         for k in (100, 200):
-            context.progress(f"timing the package, k = {k}", 0.4 + k / 500)
-            start = _start(8000, k, context)
+            run.progress(f"timing the package, k = {k}", 0.4 + k / 500)
+            start = _start(8000, k, run.seed)
             chosen = (large[1].whole, start.astype(np.uint64), _MOST)
             theirs = partial(package.fasterpam, *chosen, n_cpu=1)
-            ours = partial(_found, "fasterpam", *large, start)
-            metrics[f"over_package_k{k}"] = self._timed(theirs if as_baseline else ours, theirs)
-            apart.append(abs(ours().loss / theirs().loss - 1))
-        metrics["loss_apart"] = PairedSamples(method=tuple(apart))
-        return ClaimSamples(metrics=metrics, peers={"over_pam": rates})
+            mine = partial(_found, "fasterpam", *large, start)
+            run.put(f"over_package_k{k}", *self._timed(run, run.pick(mine, theirs), theirs))
+            apart.append(abs(mine().loss / theirs().loss - 1))
+        run.put("loss_apart", apart)
 
-    def _timed(self, method: Callable[[], Any], baseline: Callable[[], Any]) -> PairedSamples:
+    def _timed(
+        self, run: ClaimRun, method: Callable[[], Any], baseline: Callable[[], Any]
+    ) -> tuple[list[float], tuple[float, ...]]:
         """Seconds of both, turn by turn; the quick one several times in its turn."""
         begin = time.perf_counter()
         method()
         times = max(1, min(20, round(0.3 / (time.perf_counter() - begin))))
-        runs = {"method": lambda: [method() for _ in range(times)], "baseline": baseline}
-        seconds = interleave(runs, self.pairs, warmup=0).seconds
-        each = tuple(taken / times for taken in seconds["method"])
-        return PairedSamples(method=each, baseline=seconds["baseline"])
+        arms = {"method": lambda: [method() for _ in range(times)], "baseline": baseline}
+        seconds = run.race(arms, self.pairs, warmup=0, swaps={})
+        return [taken / times for taken in seconds["method"]], seconds["baseline"]
 
 
 def _given(n: int) -> tuple[Vectors, Matrix]:
@@ -103,8 +93,8 @@ def _given(n: int) -> tuple[Vectors, Matrix]:
     return objects, Matrix(objects)
 
 
-def _start(n: int, k: int, context: ExperimentContext) -> Any:
-    return generator(context.seed, purpose="start", index=k).choice(n, k, replace=False)
+def _start(n: int, k: int, seed: int) -> Any:
+    return generator(seed, purpose="start", index=k).choice(n, k, replace=False)
 
 
 def _found(

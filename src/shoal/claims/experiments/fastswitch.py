@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
-from annotated_types import Ge
-from pydantic import JsonValue
+from annotated_types import Ge, Gt, Le
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part, table
 from shoal.cost.serving.simulator import SimulatedRunner
 from shoal.cost.step_cost.fitted import FittedStepCost
@@ -143,94 +142,68 @@ class FastSwitch(BaseClaim):
 
     model: str = "shoal-4m"
     requests: Annotated[int, Ge(1)] = 80
-    rate: float = 24.0
+    rate: Annotated[float, Gt(0)] = 24.0
     turns: Annotated[int, Ge(1)] = 20
-    think_s: float = 0.7
+    think_s: Annotated[float, Gt(0)] = 0.7
     kv_tokens: Annotated[int, Ge(1)] = 4096
     group: Annotated[int, Ge(1)] = 16
-    frequency: float = 0.07
+    frequency: Annotated[float, Gt(0), Le(1)] = 0.07
     policy: Policy = "uniform"
     rounds: Annotated[int, Ge(1)] = 4
 
     rows: ClassVar[tuple[int, ...]] = (86,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def __post_init__(self) -> None:
-        require(
-            self.rate > 0 and self.think_s > 0 and 0 < self.frequency <= 1,
-            "claim.fastswitch.rate",
-            self.rate,
-            expected="positive, as think_s and frequency",
-        )
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         seen: dict[str, list[_Seen]] = {name: [] for name in _VARIANTS}
         for turn in range(self.rounds):
             names = [name for name in _VARIANTS if turn == 0 or name != _GROUPS]
             # The one that goes first changes with each round.
             for place, name in enumerate(names[:: 1 if turn % 2 == 0 else -1]):
-                context.progress(name, (turn + place / len(names)) / self.rounds)
+                run.progress(name, (turn + place / len(names)) / self.rounds)
                 ran, when = name, turn
-                if as_baseline and name != _BLOCKS:
+                if run.as_baseline and name != _BLOCKS:
                     ran, when = _BLOCKS, (turn + 1) % self.rounds
-                seen[name].append(self._remembered(context, ran, when, quick=quick))
-        return self._samples(seen, timed=not quick)
+                seen[name].append(self._remembered(run, ran, when))
+        first, last = seen[_BLOCKS], seen[_ALL]
 
-    def _remembered(
-        self, context: ExperimentContext, name: str, turn: int, *, quick: bool
-    ) -> _Seen:
+        def put(metric: str, name: str, method: list[_Seen], baseline: list[_Seen]) -> None:
+            number = min(len(method), len(baseline))
+            run.put(
+                metric, *([getattr(o, name) for o in some[:number]] for some in (method, baseline))
+            )
+
+        put("copies_with_groups", "copies", seen[_GROUPS], first)
+        put("bytes_with_reuse", "blocks", last, seen[_ASYNCHRONOUS])
+        run.put("switches_per_request", (one.switches for found in seen.values() for one in found))
+        if not run.quick:
+            pairs = list(zip(last, first, strict=True))
+            run.put("tbt_p99", (one.tbt_p99 / ours.tbt_p99 for ours, one in pairs))
+            run.put("ttft_p95", (one.ttft_p95 / ours.ttft_p95 for ours, one in pairs))
+            run.put("throughput", (ours.tokens_per_s / one.tokens_per_s for ours, one in pairs))
+        shown = ("copies", "blocks", "switches", "switch_s", "ttft_p95", "tbt_p99", "tokens_per_s")
+        run.details |= {
+            name: {what: [round(getattr(one, what), 4) for one in found] for what in shown}
+            for name, found in seen.items()
+        }
+        run.profile = "; ".join(
+            f"{name}: {found[0].switch_s:.1f} s under way in {found[0].copies:.0f} copies"
+            for name, found in seen.items()
+        )
+
+    def _remembered(self, run: ClaimRun, name: str, turn: int) -> _Seen:
         """Serve with a variant, once a round; the A/A run compares rounds of the first one.
 
         Rounds in virtual time would all be the same, so that each has a trace of its own.
         """
-        return context.remember(
-            f"{name} {turn} {quick}",
-            lambda: (
-                self._virtual(context.seed + turn, name) if quick else self._real(context, name)
-            ),
-        )
 
-    def _samples(self, seen: Mapping[str, list[_Seen]], *, timed: bool) -> ClaimSamples:
-        first, last = seen[_BLOCKS], seen[_ALL]
+        def serve() -> _Seen:
+            if run.quick:
+                return self._virtual(run.seed + turn, name)
+            return self._real(run.context, name)
 
-        def paired(name: str, method: Sequence[_Seen], baseline: Sequence[_Seen]) -> PairedSamples:
-            pairs = list(zip(method, baseline, strict=False))
-            return PairedSamples(
-                method=tuple(getattr(one, name) for one, _ in pairs),
-                baseline=tuple(getattr(one, name) for _, one in pairs),
-            )
-
-        metrics = {
-            "copies_with_groups": paired("copies", seen[_GROUPS], first),
-            "bytes_with_reuse": paired("blocks", last, seen[_ASYNCHRONOUS]),
-            "switches_per_request": PairedSamples(
-                method=tuple(one.switches for found in seen.values() for one in found)
-            ),
-        }
-        if timed:
-            pairs = list(zip(last, first, strict=True))
-            for metric, ratios in (
-                ("tbt_p99", [one.tbt_p99 / ours.tbt_p99 for ours, one in pairs]),
-                ("ttft_p95", [one.ttft_p95 / ours.ttft_p95 for ours, one in pairs]),
-                ("throughput", [ours.tokens_per_s / one.tokens_per_s for ours, one in pairs]),
-            ):
-                metrics[metric] = PairedSamples(method=tuple(ratios))
-        shown = ("copies", "blocks", "switches", "switch_s")
-        times = ("ttft_p95", "tbt_p99", "tokens_per_s")
-        details: dict[str, JsonValue] = {
-            name: {
-                what: [round(getattr(one, what), 4) for one in found] for what in (*shown, *times)
-            }
-            for name, found in seen.items()
-        }
-        profile = "; ".join(
-            f"{name}: {found[0].switch_s:.1f} s under way in {found[0].copies:.0f} copies"
-            for name, found in seen.items()
-        )
-        return ClaimSamples(metrics=metrics, profile=profile, details=details)
+        return run.remember(f"{name} {turn} {run.quick}", serve)
 
     def _job(self, name: str) -> ServeJob:
         kv, preempt = _VARIANTS[name]

@@ -13,16 +13,14 @@ and brute force in the place of the solver. The GPU's kernels are timed where th
 
 from __future__ import annotations
 
+import statistics
 import time
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave
-from shoal.core.native import compiler
+from shoal.claims.frame import Arm, ClaimRun
 from shoal.core.parts import part
 from shoal.ir import Machine
 from shoal.plan.constrint.solve import brute_force, parse, solve
@@ -47,8 +45,8 @@ _SHAPES = [
     ("lstm", 13, 3, 1, 64),
     ("slstm", 1, 6, 1, 150),
 ]
-_GPU_NEEDED = "no GPU"
 _AA_PAIRS = 11
+
 # Assignments that brute force tries before it is stopped.
 _LEAVES = 2000
 
@@ -68,53 +66,29 @@ class FlashRNN(BaseClaim):
     train_steps: Annotated[int, Ge(1)] = 1500
 
     rows: ClassVar[tuple[int, ...]] = (116,)
+    needs: ClassVar[tuple[str, ...]] = ("c++",)
     # Noisy with 15 pairs.
 
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """The fused kernel needs a compiler."""
-        return None if compiler() else "no C++ compiler for the fused kernel"
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.bench.rnn import wrong
 
-        context.progress("shapes", 0.02)
-        fused = "reference" if as_baseline else "fused"
-        result = wrong(fused, _SHAPES, seed=context.seed, tolerance=1e-4)
-        context.progress("systems of constraints", 0.05)
-        saved, seconds, solved = _systems(as_baseline)
-        metrics = {
-            "wrong_shapes": PairedSamples(method=(float(result),)),
-            "nodes_saved": PairedSamples(method=tuple(saved)),
-        }
-        details: dict[str, JsonValue] = {"systems": solved}
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        metrics["solve_s"] = PairedSamples(method=tuple(seconds))
-        large = "reference" if as_baseline else "alternating"
+        run.progress("shapes", 0.02)
+        fused = run.pick("fused", "reference")
+        run.put("wrong_shapes", wrong(fused, _SHAPES, seed=run.seed, tolerance=1e-4))
+        run.progress("systems of constraints", 0.05)
+        saved, seconds, run.details["systems"] = _systems(run.as_baseline)
+        run.put("nodes_saved", saved)
+        if run.quick:
+            return
+        run.put("solve_s", seconds)
+        large = run.pick("alternating", "reference")
         shape = [("lstm", 2, 3, 1, 2048)]
-        metrics["wrong_2048"] = PairedSamples(
-            method=(float(wrong(large, shape, seed=context.seed, tolerance=1e-4)),)
-        )
-        self._parity(context, metrics, details, as_baseline)
-        bounds = self._timed(context, metrics, details, as_baseline)
-        return ClaimSamples(
-            metrics=metrics,
-            skipped={"gpu_speedup": _GPU_NEEDED} if "gpu_speedup" not in metrics else {},
-            bounds=bounds,
-            profile=_profile(details),
-            details=details,
-        )
+        run.put("wrong_2048", wrong(large, shape, seed=run.seed, tolerance=1e-4))
+        self._parity(run)
+        self._time(run)
 
-    def _parity(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        as_baseline: bool,
-    ) -> None:
+    def _parity(self, run: ClaimRun) -> None:
         from shoal.claims.bench.rnn import Parity, learn_parity
 
         learnt: dict[str, Parity] = {}
@@ -125,29 +99,22 @@ class FlashRNN(BaseClaim):
                 return learn_parity(
                     name,
                     steps=self.train_steps,
-                    seed=context.seed,
-                    progress=lambda done: context.progress(f"parity, {name}", begin + 0.12 * done),
+                    seed=run.seed,
+                    progress=lambda done: run.progress(f"parity, {name}", begin + 0.12 * done),
                 )
 
-            learnt[name] = context.remember(f"parity {name}", learn)
-            shown = {"slstm": "transformer", "lstm": "transformer", "transformer": "lstm"}
-            details[f"parity_{name}"] = {
+            learnt[name] = run.remember(f"parity {name}", learn)
+            run.details[f"parity_{name}"] = {
                 "parameters": learnt[name].parameters,
                 "loss": learnt[name].loss,
                 "accuracy": sum(learnt[name].right) / len(learnt[name].right),
             }
-        for name in learnt:
-            who = shown[name] if as_baseline else name
-            metrics[f"{name}_parity"] = PairedSamples(method=learnt[who].right)
+        swaps = {"slstm": "transformer", "lstm": "transformer", "transformer": "lstm"}
+        for name, parity in run.arms(learnt, swaps).items():
+            run.put(f"{name}_parity", parity.right)
 
-    def _timed(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        as_baseline: bool,
-    ) -> dict[str, float]:
-        """Times of all comparisons; the physical limits of their numbers."""
+    def _time(self, run: ClaimRun) -> None:
+        """Times of all comparisons, and the physical limits of their numbers."""
         import torch
 
         from shoal.claims.bench.rnn import compiled_loop, inputs, one_head, train_step
@@ -155,28 +122,20 @@ class FlashRNN(BaseClaim):
         from shoal.kernel.dispatch import here
         from shoal.kernel.rnn.call import Recurrence
 
-        machine: Machine = context.machine or here()
-        bounds: dict[str, float] = {}
-        milliseconds: dict[str, JsonValue] = {}
-        ours = "reference" if as_baseline else "fused"
+        machine: Machine = run.context.machine or here()
+        milliseconds = run.details["milliseconds"] = {}
+        # That the loop is no faster than itself shows soon, and costs seconds a call.
+        pairs = run.pick(self.pairs, min(self.pairs, _AA_PAIRS))
+        steps, seed = self.steps, run.seed
+        ours = run.pick("fused", "reference")
 
-        def compare(
-            name: str, method: object, baseline: object, at: float, call: Recurrence
-        ) -> None:
-            context.progress(name, at)
-            timed = interleave(
-                {"method": method, "baseline": baseline},  # type: ignore[dict-item]
-                # That the loop is no faster than itself shows soon, and costs seconds a call.
-                min(self.pairs, _AA_PAIRS) if as_baseline else self.pairs,
-                warmup=1,
-                seed=context.seed,
-            )
-            metrics[name] = PairedSamples(
-                method=timed.seconds["method"], baseline=timed.seconds["baseline"]
-            )
-            slow, fast = timed.median("baseline").value, timed.median("method").value
+        def compare(name: str, method: Arm, baseline: Arm, at: float, call: Recurrence) -> None:
+            run.progress(name, at)
+            arms = {"method": method, "baseline": baseline}
+            timed = run.race(arms, pairs, warmup=1, swaps={})
+            slow, fast = (statistics.median(timed[arm]) for arm in ("baseline", "method"))
             roof = roof_s(call, machine)
-            bounds[name] = slow / roof
+            run.put(name, timed["method"], timed["baseline"], bound=slow / roof)
             milliseconds[name] = {
                 "method": 1e3 * fast,
                 "baseline": 1e3 * slow,
@@ -184,62 +143,64 @@ class FlashRNN(BaseClaim):
             }
 
         for index, batch in enumerate((1, 4, 16)):
-            given = inputs("lstm", batch, self.steps, 12, 64, seed=context.seed)
+            given = inputs("lstm", batch, steps, 12, 64, seed=seed)
             compare(
                 f"speedup_b{batch}",
                 train_step(given, "lstm", ours),
                 train_step(given, "lstm", "reference"),
                 0.45 + 0.1 * index,
-                Recurrence("lstm", batch, self.steps, 12, 64, backward=True),
+                Recurrence("lstm", batch, steps, 12, 64, backward=True),
             )
-        given = inputs("lstm", 1, self.steps, 12, 64, seed=context.seed)
+        given = inputs("lstm", 1, steps, 12, 64, seed=seed)
         compare(
             "fused_over_alternating",
-            train_step(given, "lstm", "alternating" if as_baseline else "fused"),
+            train_step(given, "lstm", run.pick("fused", "alternating")),
             train_step(given, "lstm", "alternating"),
             0.75,
-            Recurrence("lstm", 1, self.steps, 12, 64, backward=True),
+            Recurrence("lstm", 1, steps, 12, 64, backward=True),
         )
         for batch in (1, 16):
-            layer, peer = one_head(batch, self.steps, 256, seed=context.seed, backend=ours)
+            layer, peer = one_head(batch, steps, 256, seed=seed, backend=ours)
             compare(
                 f"one_head_b{batch}",
                 layer,
                 peer,
                 0.8 if batch == 1 else 0.85,
-                Recurrence("lstm", batch, self.steps, 1, 256, backward=True),
+                Recurrence("lstm", batch, steps, 1, 256, backward=True),
             )
-        if not as_baseline:
-            context.progress("other functions, and torch.compile", 0.92)
-            others = {
+        if not run.as_baseline:
+            run.progress("other functions, and torch.compile", 0.92)
+            others: dict[str, Arm] = {
                 function: train_step(
-                    inputs(function, 1, self.steps, 12, 64, seed=context.seed), function, "fused"
+                    inputs(function, 1, steps, 12, 64, seed=seed), function, "fused"
                 )
                 for function in ("slstm", "gru", "elman")
             }
-            compiled = {"compiled loop": compiled_loop(given, "lstm")}
-            timed = interleave({**others, **compiled}, 3, warmup=1, seed=context.seed)
-            milliseconds["others"] = {
-                name: 1e3 * timed.median(name).value for name in timed.seconds
-            }
+            others["compiled loop"] = compiled_loop(given, "lstm")
+            timed = run.race(others, 3, warmup=1)
+            milliseconds["others"] = {n: 1e3 * statistics.median(s) for n, s in timed.items()}
         if torch.cuda.is_available():
             device = [
                 one.detach().cuda().requires_grad_()
-                for one in inputs("lstm", 16, self.steps, 12, 64, seed=context.seed)
+                for one in inputs("lstm", 16, steps, 12, 64, seed=seed)
             ]
             compare(
                 "gpu_speedup",
-                train_step(device, "lstm", "reference" if as_baseline else "triton"),
+                train_step(device, "lstm", run.pick("triton", "reference")),
                 train_step(device, "lstm", "reference"),
                 0.97,
-                Recurrence("lstm", 16, self.steps, 12, 64, device="cuda", backward=True),
+                Recurrence("lstm", 16, steps, 12, 64, device="cuda", backward=True),
             )
-        details["milliseconds"] = milliseconds
-        details["threads"] = torch.get_num_threads()
-        return bounds
+        else:
+            run.skip("no GPU", "gpu_speedup")
+        run.details["threads"] = torch.get_num_threads()
+        run.profile = "; ".join(
+            f"{name} [ms]: " + ", ".join(f"{key} {value:.3g}" for key, value in result.items())
+            for name, result in milliseconds.items()
+        )
 
 
-def _systems(as_baseline: bool) -> tuple[list[float], list[float], dict[str, JsonValue]]:
+def _systems(as_baseline: bool) -> tuple[list[float], list[float], dict[str, Any]]:
     """How many fewer nodes the solver visits than brute force, and its seconds, a system each.
 
     Brute force is stopped once it has tried as many assignments as the threshold asks for.
@@ -250,7 +211,7 @@ def _systems(as_baseline: bool) -> tuple[list[float], list[float], dict[str, Jso
         "recurrence on a GPU": recurrence_system(RecurrenceShape(number_bytes=2), _GPU),
         "linear": linear_system(LinearShape(m=4, n=4096, k=11008), _CPU),
     }
-    saved, seconds, result = [], [], dict[str, JsonValue]()
+    saved, seconds, result = [], [], dict[str, Any]()
     for name, text in texts.items():
         system = parse(text)
         started = time.perf_counter()
@@ -272,14 +233,3 @@ def _systems(as_baseline: bool) -> tuple[list[float], list[float], dict[str, Jso
             "objective": solution.objective,
         }
     return saved, seconds, result
-
-
-def _profile(details: dict[str, JsonValue]) -> str:
-    times = details.get("milliseconds")
-    lines = []
-    if isinstance(times, dict):
-        for name, result in times.items():
-            if isinstance(result, dict):
-                inner = ", ".join(f"{key} {value:.3g}" for key, value in result.items())
-                lines.append(f"{name} [ms]: {inner}")
-    return "; ".join(lines)

@@ -16,7 +16,6 @@ The A/A run has the best single degree.
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Annotated, Any, ClassVar
 
@@ -25,7 +24,7 @@ from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments import ragged
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 
 __all__ = ["FlexSPClaim"]
@@ -59,65 +58,52 @@ class FlexSPClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (96,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.experiments.ragged_ranks import errors
 
-        result = self._solved(context, quick=quick, one=as_baseline)
-        ratios = tuple(one["one_degree_s"] / one["seconds"] for one in result)
-        context.progress("steps beside one process", 0.75)
-        batching = (
-            {"name": "packed", "capacity_tokens": 16, "cp": 2, "exchange": "ulysses"}
-            if as_baseline
-            else {"name": "flexsp", "capacity_tokens": 12, "limit_s": 0.3}
+        result = self._solved(run)
+        ratios = [one["one_degree_s"] / one["seconds"] for one in result]
+        run.put("over_one_degree", ratios)
+        run.put("least_over_one_degree", ratios)
+        run.progress("steps beside one process", 0.75)
+        batching: dict[str, Any] = run.pick(
+            {"name": "flexsp", "capacity_tokens": 12, "limit_s": 0.3},
+            {"name": "packed", "capacity_tokens": 16, "cp": 2, "exchange": "ulysses"},
         )
-        seeds = [context.seed + n for n in range(1 if quick else self.seeds)]
-        metrics = {
-            "over_one_degree": PairedSamples(method=ratios),
-            "least_over_one_degree": PairedSamples(method=ratios),
-            "error": PairedSamples(method=errors(batching, seeds)),
-        }
-        details: dict[str, Any] = {
+        seeds = range(run.seed, run.seed + (1 if run.quick else self.seeds))
+        run.put("error", errors(batching, seeds))
+        run.details |= {
             "batches": result,
-            "over_one_degree_with_50_GB/s_between_nodes": self._elsewhere(context),
+            "over_one_degree_with_50_GB/s_between_nodes": self._elsewhere(run.seed),
         }
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        metrics["solver_s"] = PairedSamples(method=tuple(one["solver_s"] for one in result))
-        context.progress("two real ranks", 0.8)
+        if run.quick:
+            return
+        run.put("solver_s", (one["solver_s"] for one in result))
+        run.progress("two real ranks", 0.8)
         sizes = ragged.lengths()
-        chosen = np.random.default_rng(context.seed).choice(sizes, self.documents, replace=False)
-        half = self.longest // 2
-        part = {"name": "flexsp", "capacity_tokens": half, "limit_s": 2.0}
-        own = None if as_baseline else part
-        timed, ours, theirs = ragged.raced(chosen, self.longest, self.turns, "ulysses", own)
-        metrics["real_ranks"] = PairedSamples(method=timed[ours], baseline=timed[theirs])
-        details["real_s"] = {name: list(seconds) for name, seconds in timed.items()}
-        profile = ", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in timed.items())
-        return ClaimSamples(metrics=metrics, details=details, profile=profile)
+        chosen = np.random.default_rng(run.seed).choice(sizes, self.documents, replace=False)
+        part = {"name": "flexsp", "capacity_tokens": self.longest // 2, "limit_s": 2.0}
+        ragged.race_ranks(run, chosen, self.longest, self.turns, "ulysses", part)
 
-    def _solved(
-        self, context: ExperimentContext, *, quick: bool, one: bool
-    ) -> list[dict[str, float]]:
+    def _solved(self, run: ClaimRun) -> list[dict[str, float]]:
         """Of each batch, predicted seconds of both, and s that it took to decide."""
         from shoal.plan.balance.sequences.flexsp import FlexSP, best_homogeneous
         from shoal.plan.balance.sequences.groups import RankPool
 
         pool = RankPool(_WORLD, _CAPACITY, ragged.cost_of(32, _FLOPS, _LINKS))
         sizes = np.minimum(ragged.lengths(), _WORLD * _CAPACITY)
-        part = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.5 if quick else self.limit_s)
+        part = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.5 if run.quick else self.limit_s)
         search = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.0)
-        source = np.random.default_rng(context.seed)
+        source = np.random.default_rng(run.seed)
         results = []
-        count = 4 if quick else self.batches
+        count = 4 if run.quick else self.batches
         for number in range(count):
-            context.progress("batches", 0.75 * number / count)
+            run.progress("batches", 0.75 * number / count)
             lengths = source.choice(sizes, self.sequences, replace=False).tolist()
             degree, single = best_homogeneous(lengths, pool)
             begin = time.perf_counter()
-            seconds = single if one else part.solve(lengths, pool).seconds
+            seconds = single if run.as_baseline else part.solve(lengths, pool).seconds
             solver_s = time.perf_counter() - begin
             results.append(
                 {
@@ -131,7 +117,7 @@ class FlexSPClaim(BaseClaim):
             )
         return results
 
-    def _elsewhere(self, context: ExperimentContext) -> list[float]:
+    def _elsewhere(self, seed: int) -> list[float]:
         """The same of four batches where links between nodes are eight times as fast, by search."""
         from shoal.plan.balance.sequences.flexsp import FlexSP, best_homogeneous
         from shoal.plan.balance.sequences.groups import RankPool
@@ -139,7 +125,7 @@ class FlexSPClaim(BaseClaim):
         pool = RankPool(_WORLD, _CAPACITY, ragged.cost_of(32, _FLOPS, ((8, 300e9), (16, 50e9))))
         search = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.0)
         sizes = np.minimum(ragged.lengths(), _WORLD * _CAPACITY)
-        source = np.random.default_rng(context.seed)
+        source = np.random.default_rng(seed)
         results = []
         for _ in range(4):
             lengths = source.choice(sizes, self.sequences, replace=False).tolist()

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Gt
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part
 from shoal.core.random import generator
 
@@ -119,79 +119,58 @@ class Flover(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (95,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         counted = {
-            name: self._once(context, name, 0, as_baseline=as_baseline, counted=True)
-            for name in (_FUSED, _DYNAMIC, _SEQUENTIAL)
+            name: self._once(run, name, 0, counted=True) for name in (_FUSED, _DYNAMIC, _SEQUENTIAL)
         }
         fused, dynamic = counted[_FUSED], counted[_DYNAMIC]
-        metrics = {
-            "passes_vs_dynamic": PairedSamples(
-                method=(fused.makespan,), baseline=(dynamic.makespan,)
-            ),
-            "moves_per_request": PairedSamples(method=(fused.moves / self.requests,)),
-            "wrong_answers": PairedSamples(method=(self._wrong(counted),)),
-        }
-        details: dict[str, JsonValue] = {
+        run.put("passes_vs_dynamic", fused.makespan, dynamic.makespan)
+        run.put("moves_per_request", fused.moves / self.requests)
+        run.put("wrong_answers", self._wrong(counted))
+        run.details |= {
             f"{name}, in passes": [one.makespan, one.latency] for name, one in counted.items()
         }
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
+        if run.quick:
+            return
         seen: dict[str, list[_Seen]] = {}
-        order = generator(context.seed, purpose="order of modes")
+        order = generator(run.seed, purpose="order of modes")
         for turn in range(self.rounds):
             for place in order.permutation(len(_MODES)):
                 name = list(_MODES)[int(place)]
                 if name == _STATIC and turn:
                     continue
-                context.progress(name, turn / self.rounds)
-                result = self._once(context, name, turn, as_baseline=as_baseline, counted=False)
-                seen.setdefault(name, []).append(result)
-
-        def paired(what: str, baseline: str) -> PairedSamples:
-            return PairedSamples(
-                method=tuple(getattr(one, what) for one in seen[_FUSED]),
-                baseline=tuple(getattr(one, what) for one in seen[baseline]),
-            )
-
-        metrics |= {
-            "makespan_vs_dynamic": paired("makespan", _DYNAMIC),
-            "makespan_vs_sequential": paired("makespan", _SEQUENTIAL),
-            "latency_vs_dynamic": paired("latency", _DYNAMIC),
+                run.progress(name, turn / self.rounds)
+                seen.setdefault(name, []).append(self._once(run, name, turn, counted=False))
+        for metric, what, baseline in (
+            ("makespan_vs_dynamic", "makespan", _DYNAMIC),
+            ("makespan_vs_sequential", "makespan", _SEQUENTIAL),
+            ("latency_vs_dynamic", "latency", _DYNAMIC),
             # The same tokens in every mode: their throughputs are as their makespans.
-            "throughput_vs_paged": paired("makespan", _PAGED),
-            "moves_per_request": PairedSamples(
-                method=tuple(one.moves / self.requests for one in (fused, *seen[_FUSED]))
-            ),
-            "wrong_answers": PairedSamples(
-                method=tuple(
-                    self._wrong({name: seen[name][turn] for name in _JUDGED})
-                    for turn in range(self.rounds)
-                )
-            ),
-        }
+            ("throughput_vs_paged", "makespan", _PAGED),
+        ):
+            run.put(metric, *([getattr(o, what) for o in seen[n]] for n in (_FUSED, baseline)))
+        run.put("moves_per_request", (o.moves / self.requests for o in (fused, *seen[_FUSED])))
+        run.put(
+            "wrong_answers",
+            (self._wrong({n: seen[n][turn] for n in _JUDGED}) for turn in range(self.rounds)),
+        )
         for name, ran in seen.items():
-            details[name] = {
+            run.details[name] = {
                 what: [round(getattr(one, what), 4) for one in ran]
                 for what in ("makespan", "latency", "passes", "moves", "step_s")
             }
-        profile = "; ".join(
+        run.profile = "; ".join(
             f"{name}: {ran[0].passes:.0f} passes in {ran[0].step_s:.2f} s of {ran[0].makespan:.2f}"
             for name, ran in seen.items()
         )
-        return ClaimSamples(metrics=metrics, profile=profile, details=details)
 
-    def _once(
-        self, context: ExperimentContext, name: str, turn: int, *, as_baseline: bool, counted: bool
-    ) -> _Seen:
+    def _once(self, run: ClaimRun, name: str, turn: int, *, counted: bool) -> _Seen:
         """Serve with a mode; the A/A run serves the baseline again in the method's place."""
-        again = as_baseline and name == _FUSED
-        key = f"{name} {turn} {counted} {again}"
-        return context.remember(
-            key, lambda: self._serve(context, _DYNAMIC if again else name, counted=counted)
+        again = run.as_baseline and name == _FUSED
+        return run.remember(
+            f"{name} {turn} {counted} {again}",
+            lambda: self._serve(run.context, _DYNAMIC if again else name, counted=counted),
         )
 
     def _wrong(self, seen: Mapping[str, _Seen]) -> float:

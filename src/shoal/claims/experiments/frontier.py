@@ -17,14 +17,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import Choice, part
 from shoal.cost.scaling_reports import scaling_report
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob
@@ -44,6 +43,9 @@ PAPER = {"22B": 0.3838, "175B": 0.3614, "1T": 0.3196}
 _SIZES = {"22B": (48, 6144, 64), "175B": (96, 12288, 96), "1T": (128, 25600, 160)}
 # (tp, pp, sequences of a replica, replicas, sequences of a strongly scaled step).
 _RUNS = {"175B": (4, 16, 640, 16, 8000), "1T": (8, 64, 1600, 6, 8016)}
+_USUAL: dict[str, Setting] = {
+    "vpp": 1, "microbatch": 1, "shard": "zero1", "recompute": "full",
+}  # fmt: skip
 # A rate that moves by less over all of its steps is flat.
 _FLAT = 0.10
 # Up to the sixteen stages of the paper's 175B run, and its micro-batches for each of them.
@@ -89,7 +91,7 @@ class FrontierRecipe(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (9,)
 
-    def _scarce(self, seed: int) -> dict[str, JsonValue]:
+    def _scarce(self, seed: int) -> dict[str, Any]:
         """The same search on sixteen nodes, where 3 % of the configurations work."""
         objective, space = problem(16)
         every = Exhaustive().tune(space, objective, space.size)
@@ -98,71 +100,58 @@ class FrontierRecipe(BaseClaim):
             _share(Bayes().tune(space, objective, self.trials, seed=seed + number), top)
             for number in range(self.seeds)
         ]
-        return {"working": len(every.feasible), "of": space.size, "shares": list(shares)}
+        return {"working": len(every.feasible), "of": space.size, "shares": shares}
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        seeds = min(3, self.seeds) if quick else self.seeds
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        seeds = min(3, self.seeds) if run.quick else self.seeds
         objective, space = problem(128)
-        context.progress("every configuration", 0.05)
-        optimum = context.remember(
+        run.progress("every configuration", 0.05)
+        optimum = run.remember(
             "optimum", lambda: Exhaustive().tune(space, objective, space.size)
         ).best
         top = optimum.value or math.nan
         shares, random_shares = [], []
-        for seed in range(seeds):
-            context.progress(f"search {seed + 1} of {seeds}", 0.1 + 0.5 * seed / seeds)
-            plain = Random().tune(space, objective, self.trials, seed=context.seed + seed)
-            result = (
-                plain
-                if as_baseline
-                else Bayes().tune(space, objective, self.trials, seed=context.seed + seed)
-            )
+        for number in range(seeds):
+            run.progress(f"search {number + 1} of {seeds}", 0.1 + 0.5 * number / seeds)
+            plain = Random().tune(space, objective, self.trials, seed=run.seed + number)
+            result = plain
+            if not run.as_baseline:
+                result = Bayes().tune(space, objective, self.trials, seed=run.seed + number)
             shares.append(_share(result, top))
             random_shares.append(_share(plain, top))
-        context.progress("five rules", 0.7)
-        influence = context.remember("influence", lambda: _influence(self.explained, context.seed))
-        broken = rules(influence, peak=as_baseline)
-        metrics = {
-            "share_of_optimum": PairedSamples(method=tuple(shares)),
-            "gain_over_random": PairedSamples(
-                method=tuple(a - b for a, b in zip(shares, random_shares, strict=True))
-            ),
-            "rules_broken": PairedSamples(method=tuple(map(float, broken.values()))),
-        }
-        values: dict[str, JsonValue] = {}
+        run.put("share_of_optimum", shares, bound=1.0)
+        run.put("gain_over_random", (a - b for a, b in zip(shares, random_shares, strict=True)))
+        run.progress("five rules", 0.7)
+        influence = run.remember("influence", lambda: _influence(self.explained, run.seed))
+        broken = rules(influence, peak=run.as_baseline)
+        run.put("rules_broken", broken.values())
+        values = {}
         for name in _RUNS:
-            context.progress(f"the run of {name}", 0.9)
+            run.progress(f"the run of {name}", 0.9)
             utilisation, model_share, more = published(name)
-            value = 1.0 if as_baseline else utilisation
-            metrics[f"utilisation_{name.lower()}"] = PairedSamples(method=(value,))
+            run.put(f"utilisation_{name.lower()}", run.pick(utilisation, 1.0))
             values[name] = {
                 "predicted": utilisation,
                 "without_recomputation": model_share,
                 "paper": PAPER[name],
                 **more,
             }
-        details: dict[str, JsonValue] = {}
-        if not quick and not as_baseline:
-            context.progress("where next to nothing fits", 0.95)
-            details["sixteen_nodes"] = self._scarce(context.seed)
-        return ClaimSamples(
-            metrics=metrics,
-            bounds={"share_of_optimum": 1.0},
-            profile=f"optimum {top:.1f} TFLOP/s of {space.size} configurations; "
-            f"shares {min(shares):.3f} to {max(shares):.3f}, random {np.mean(random_shares):.3f}",
-            details=details
-            | {
-                "optimum": {"tflops": top, **{k: str(v) for k, v in optimum.config.items()}},
-                "configurations": space.size,
-                "random_shares": list(random_shares),
-                "rules": {name: bool(wrong) for name, wrong in broken.items()},
-                "influence": dict(influence),
-                "runs": values,
-            },
+        if not run.quick and not run.as_baseline:
+            run.progress("where next to nothing fits", 0.95)
+            run.details["sixteen_nodes"] = self._scarce(run.seed)
+        run.profile = (
+            f"optimum {top:.1f} TFLOP/s of {space.size} configurations; "
+            f"shares {min(shares):.3f} to {max(shares):.3f}, random {np.mean(random_shares):.3f}"
         )
+        run.details |= {
+            "optimum": {"tflops": top, **{k: str(v) for k, v in optimum.config.items()}},
+            "configurations": space.size,
+            "random_shares": random_shares,
+            "rules": {name: bool(wrong) for name, wrong in broken.items()},
+            "influence": influence,
+            "runs": values,
+        }
 
 
 def problem(nodes: int) -> tuple[TrainingObjective, SearchSpace]:
@@ -194,17 +183,8 @@ def rules(influence: Mapping[str, float], *, peak: bool = False) -> dict[str, bo
     best = objective.machine.device.peak_flops["bf16"]
 
     def rate(**changes: Setting) -> float:
-        usual: dict[str, Setting] = {
-            "nodes": 16,
-            "tp": 8,
-            "pp": 16,
-            "vpp": 1,
-            "microbatch": 1,
-            "accumulate": 64,
-            "shard": "zero1",
-            "recompute": "full",
-        }
-        return best if peak else objective.rate(*objective.price({**usual, **changes}))
+        usual: dict[str, Setting] = {"nodes": 16, "tp": 8, "pp": 16, "accumulate": 64}
+        return best if peak else objective.rate(*objective.price({**_USUAL, **usual, **changes}))
 
     # One replica on as many nodes as it needs: what changes is the pipeline alone.
     flat = [rate(nodes=pp, pp=pp, accumulate=_EACH * pp) for pp in _DEEP]
@@ -246,7 +226,7 @@ def _influence(trials: int, seed: int) -> dict[str, float]:
     return {one.axis: one.influence for one in explain(study, seed=seed)}
 
 
-def published(name: str) -> tuple[float, float, dict[str, JsonValue]]:
+def published(name: str) -> tuple[float, float, dict[str, Any]]:
     """Predicted share of the peak of a published run, counted two ways, and how it scales.
 
     First as its engine counts, then without what is computed again.
@@ -264,17 +244,8 @@ def published(name: str) -> tuple[float, float, dict[str, JsonValue]]:
     )
     shape = MODELS[name]
     objective = TrainingObjective(job, machine, model=shape, whole_flops=True)
-    config: dict[str, Setting] = {
-        "nodes": machine.nodes,
-        "tp": tp,
-        "pp": pp,
-        "vpp": 1,
-        "microbatch": 1,
-        "accumulate": batch,
-        "shard": "zero1",
-        "recompute": "full",
-    }
-    result, cost = objective.price(config)
+    config = {"nodes": machine.nodes, "tp": tp, "pp": pp, "accumulate": batch}
+    result, cost = objective.price({**_USUAL, **config})
     whole = objective.utilisation(result, cost)
     few = [dp for dp in (2, 4, 6, 8, 16) if dp <= replicas and fixed % dp == 0]
     weak = scaling_report(result, machine, few, kind="weak", shape=shape)

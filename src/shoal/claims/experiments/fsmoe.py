@@ -17,15 +17,21 @@ The A/A run has one chunk.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
+from collections.abc import Iterable
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import apart, mixture
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
+from shoal.claims.ranks import on_ranks, slowest
 from shoal.core.errors import PlanError
 from shoal.core.parts import part
+from shoal.machine.emulate import emulate, unavailable
 
 if TYPE_CHECKING:
     from shoal.cost.training.moe_tasks import MoeLayer
@@ -80,122 +86,83 @@ class FsmoeClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (35,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        from shoal.machine.emulate import unavailable
-
-        grid = list(product(*_GRID))
-        sample = grid[:: 73 if quick else 1]
-        result = context.remember(f"simulated {len(sample)}", lambda: _simulated(context, sample))
-        chosen = [one.one if as_baseline else one.chosen for one in result]
-        differ = [one.r[0] != one.r[1] and not as_baseline for one in result]
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        sample = list(product(*_GRID))[:: 73 if run.quick else 1]
+        result = run.remember(f"simulated {len(sample)}", lambda: _simulated(run.context, sample))
+        chosen = [run.pick(one.chosen, one.one) for one in result]
         pairs = list(zip(result, chosen, strict=True))
-        context.progress("steps beside one process", 0.5)
-        metrics = {
-            "over_one_chunk": PairedSamples(method=tuple(one.one / mine for one, mine in pairs)),
-            "over_shared": PairedSamples(
-                method=tuple((mine if as_baseline else one.tutel) / mine for one, mine in pairs)
-            ),
-            "over_exhaustive": PairedSamples(
-                method=tuple(one.chosen / one.best - 1 for one in result)
-            ),
-            "passes_differ": PairedSamples(method=tuple(map(float, differ))),
-            "error": PairedSamples(method=_errors(_SPLITS[:1] if quick else _SPLITS)),
-        }
-        details: dict[str, Any] = {
+        run.progress("steps beside one process", 0.5)
+        run.put("over_one_chunk", (one.one / mine for one, mine in pairs))
+        run.put("over_shared", (run.pick(one.tutel, mine) / mine for one, mine in pairs))
+        run.put("over_exhaustive", (one.chosen / one.best - 1 for one in result))
+        run.put("passes_differ", (one.r[0] != one.r[1] and not run.as_baseline for one in result))
+        config = mixture(32, 2, 4, 16)
+        run.put("error", (apart(split, config) for split in _SPLITS[: 1 if run.quick else None]))
+        shared = statistics.mean(one.shared / one.chosen for one in result)
+        run.details |= {
             "layers": len(result),
-            "over_shared_with_the_same_streams": statistics.mean(
-                one.shared / one.chosen for one in result
-            ),
+            "over_shared_with_the_same_streams": shared,
             "chunks_forward": _counted(one.r[0] for one in result),
             "chunks_backward": _counted(one.r[1] for one in result),
             "held_up_forward": _counted(one.bound[0] for one in result),
             "held_up_backward": _counted(one.bound[1] for one in result),
         }
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
+        if run.quick:
+            return
         reason = unavailable()
         if reason is not None:
-            return ClaimSamples(metrics=metrics, details=details, skipped={"real_speedup": reason})
+            run.skip(reason, "real_speedup")
+            return
         try:
-            metrics["real_speedup"], seen = self._real(context, whole=as_baseline)
+            self._real(run)
         except PlanError as cause:
             # Times that do not grow with the size say nothing about chunks: too noisy a machine.
-            skipped = {"real_speedup": f"the tasks' times have no line: {cause}"}
-            return ClaimSamples(metrics=metrics, details=details, skipped=skipped)
-        return ClaimSamples(metrics=metrics, details={**details, **seen})
+            run.skip(f"the tasks' times have no line: {cause}", "real_speedup")
 
-    def _real(
-        self, context: ExperimentContext, *, whole: bool
-    ) -> tuple[PairedSamples, dict[str, Any]]:
+    def _real(self, run: ClaimRun) -> None:
         """Seconds of a layer on four processes of two nodes, in chunks and not."""
         from shoal.claims.experiments.fsmoe_ranks import RANKS, SIZES
+        from shoal.cost.training.moe_makespan import makespan
         from shoal.cost.training.moe_tasks import fitted, passes
-        from shoal.machine.emulate import emulate
-        from shoal.parallel.comm.processes import run_processes
         from shoal.plan.experts.moe_overlap import choose
 
-        given = {"hidden": self.hidden, "width": self.width, "tokens": self.tokens}
-        near = RANKS // 2
+        given: dict[str, Any] = {"hidden": self.hidden, "width": self.width, "tokens": self.tokens}
 
         def on(target: str, bandwidth: float, **more: Any) -> list[Any]:
             with emulate(2, bandwidth=bandwidth) as network:
-                return run_processes(
-                    f"{_RANKS}:{target}",
-                    RANKS,
-                    {**given, **more},
-                    ranks_per_node=near,
-                    start=lambda rank, command, **how: network.start(rank // near, command, **how),
-                    timeout_s=240.0,
-                )
+                where = f"{_RANKS}:{target}"
+                return on_ranks(where, RANKS, network=network, timeout_s=240.0, **given, **more)
 
-        context.progress("tasks of the layer", 0.6)
+        run.progress("tasks of the layer", 0.6)
         bytes_ = 2.0 * self.tokens * self.hidden * 4
-        fast = context.remember("experts", lambda: on("tasks_s", 1e9, repeats=3))
+        fast = run.remember("experts", lambda: on("tasks_s", 1e9, repeats=3))
         whole_s = max(one["experts"][-1] for one in fast)
         # Forward and back, two exchanges take as long as the experts do on average; half of what
         # a rank has goes to the other node.
-        bandwidth = near * bytes_ / 2 / (1.5 * whole_s / 2)
-        timed = context.remember("tasks", lambda: on("tasks_s", bandwidth, repeats=5))
+        bandwidth = RANKS // 2 * bytes_ / 2 / (1.5 * whole_s / 2)
+        timed = run.remember("tasks", lambda: on("tasks_s", bandwidth, repeats=5))
         sizes = [bytes_ * one for one in SIZES]
-        lines = [
-            fitted(sizes, [max(rank[name][i] for rank in timed) for i in range(len(SIZES))], name)
-            for name in ("exchange", "gather", "experts")
-        ]
+        names = ("exchange", "gather", "experts")
+        lines = [fitted(sizes, list(slowest(timed, name)), name) for name in names]
         both = passes(lines[0], lines[1], lines[2], (bytes_, bytes_, bytes_), self.tokens)
         chunks = [choose(one).r for one in both]
-        context.progress("the layer in chunks", 0.8)
-        ranks = on("layer_s", bandwidth, repeats=self.repeats, chunks=[1, 1] if whole else chunks)
-
-        def slowest(name: str) -> tuple[float, ...]:
-            return tuple(max(turn) for turn in zip(*(one[name] for one in ranks), strict=True))
-
-        predicted = [sum(choose(one).seconds for one in both), sum(_uncut(one) for one in both)]
-        return PairedSamples(method=slowest("cut"), baseline=slowest("uncut")), {
+        run.progress("the layer in chunks", 0.8)
+        cut = run.arms({"cut": chunks, "uncut": [1, 1]}, {"cut": "uncut"})["cut"]
+        ranks = on("layer_s", bandwidth, repeats=self.repeats, chunks=cut)
+        run.put("real_speedup", slowest(ranks, "cut"), slowest(ranks, "uncut"))
+        predicted = sum(makespan(one, 1) for one in both) / sum(choose(one).seconds for one in both)
+        run.details |= {
             "bandwidth": bandwidth,
-            "fits": {
-                name: line._asdict()
-                for name, line in zip(("exchange", "gather", "experts"), lines, strict=True)
-            },
+            "fits": {name: line._asdict() for name, line in zip(names, lines, strict=True)},
             "real_chunks": chunks,
-            "predicted_speedup": predicted[1] / predicted[0],
+            "predicted_speedup": predicted,
             "difference": max(one["difference"] for one in ranks),
         }
 
 
-def _uncut(one: Any) -> float:
-    from shoal.cost.training.moe_makespan import makespan
-
-    return makespan(one, 1)
-
-
-def _counted(values: Any) -> dict[str, int]:
-    numbers: dict[str, int] = {}
-    for value in values:
-        numbers[str(value)] = numbers.get(str(value), 0) + 1
-    return dict(sorted(numbers.items()))
+def _counted(values: Iterable[object]) -> dict[str, int]:
+    return dict(sorted(Counter(map(str, values)).items()))
 
 
 def _simulated(context: ExperimentContext, grid: list[tuple[Any, ...]]) -> list[_Seconds]:
@@ -257,24 +224,3 @@ def _machine() -> Machine:
         for link in machine.links
     )
     return machine.model_copy(update={"links": links})
-
-
-def _errors(splits: tuple[dict[str, Any], ...]) -> tuple[float, ...]:
-    """Largest relative difference to one process after a step in chunks, in float64."""
-    from shoal.claims.lab.same_as_one import same_as_one
-    from shoal.ir import TrainJob
-    from shoal.model.config import ModelConfig
-
-    config = ModelConfig(
-        name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=2, num_heads=4,
-        num_kv_heads=4, head_dim=8, ffn_hidden=16, num_experts=4, top_k=2, max_position=64,
-    )  # fmt: skip
-    errors = []
-    for split in splits:
-        job = TrainJob(
-            model="shoal-0.3m", seq_len=16, global_batch=4, microbatch=1, precision="fp32",
-            parallel=split, grad_clip=0.05, steps=1,
-        )  # fmt: skip
-        one = same_as_one(job, config, steps=1)
-        errors.append(max(one.loss, one.norm, one.gradient, one.parameter))
-    return tuple(errors)

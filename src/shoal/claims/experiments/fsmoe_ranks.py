@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoal.claims.experiments.tiny import mixture
+from shoal.claims.ranks import in_turn
+from shoal.ir import Parallel
 from shoal.parallel.comm.ranks import ranks_of
 from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.expert.exchange import exchanged, spread
 
 if TYPE_CHECKING:
-    from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
 
 __all__ = ["RANKS", "SIZES", "layer_s", "tasks_s"]
@@ -24,21 +26,10 @@ SIZES = (1 / 32, 1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0)
 """Parts of the whole work at which tasks are timed."""
 
 
-def _mixture(hidden: int, width: int) -> ModelConfig:
-    from shoal.model.config import ModelConfig
-
-    return ModelConfig(
-        name="mixture", family="mixtral", vocab_size=64, hidden=hidden, num_layers=1, num_heads=4,
-        num_kv_heads=4, head_dim=8, ffn_hidden=width, num_experts=4, top_k=2, max_position=64,
-    )  # fmt: skip
-
-
 def _layer(comm: Comm, hidden: int, width: int) -> DispatchedExperts:
-    from shoal.ir import Parallel
-
     ranks = ranks_of(comm, Parallel(dp=RANKS, ep=_EP, etp=_ETP)).experts
     assert ranks is not None
-    layer = DispatchedExperts(_mixture(hidden, width), ranks, 0)
+    layer = DispatchedExperts(mixture(hidden, 1, 4, width), ranks, 0)
     source = torch.Generator().manual_seed(comm.rank)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -95,23 +86,16 @@ def layer_s(
     layer = _layer(comm, hidden, width)
     source = torch.Generator().manual_seed(100 + comm.rank)
     whole_ND = torch.randn(tokens, hidden, generator=source)
-    seconds: dict[str, Any] = {"uncut": [], "cut": []}
-    seen: dict[str, Tensor] = {}
     forms = {"uncut": (1, 1), "cut": (chunks[0], chunks[1])}
-    for turn in range(repeats + 1):
-        # Every other round backwards, so that drift favours none.
-        for name in list(forms)[:: 1 if turn % 2 else -1]:
-            layer.chunks = forms[name]
-            layer.zero_grad(set_to_none=True)
-            x_ND = whole_ND.detach().requires_grad_(True)
-            comm.barrier()
-            begin = time.perf_counter()
-            layer(x_ND).square().sum().backward()
-            comm.barrier()
-            if turn:
-                seconds[name].append(time.perf_counter() - begin)
-            assert x_ND.grad is not None
-            seen[name] = x_ND.grad
-    apart = (seen["uncut"] - seen["cut"]).abs().max() / seen["uncut"].abs().max()
-    seconds["difference"] = float(apart)
-    return seconds
+    seen: dict[str, Tensor] = {}
+
+    def ready(form: str) -> None:
+        layer.chunks = forms[form]
+        layer.zero_grad(set_to_none=True)
+        seen[form] = whole_ND.detach().requires_grad_(True)
+
+    arms = {form: lambda form=form: layer(seen[form]).square().sum().backward() for form in forms}
+    seconds = in_turn(comm, arms, repeats, ready=ready)
+    uncut, cut = seen["uncut"].grad, seen["cut"].grad
+    assert uncut is not None and cut is not None
+    return {**seconds, "difference": float((uncut - cut).abs().max() / uncut.abs().max())}

@@ -14,20 +14,21 @@ Fuyou's place. The quick run is a small model on the disk as it is, and has no c
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     from shoal.claims.experiments.fuyou_runs import Regime
     from shoal.ir.comm import Comm
+
+    Policy = Literal["zero_infinity", "fuyou"]
 
 __all__ = ["FuyouClaim"]
 
@@ -59,130 +60,86 @@ class FuyouClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (79,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.lab.thread_ranks import run_ranks
 
         with torch_threads(1):
-            return run_ranks(
-                1, lambda comm: self._run(context, comm, quick=quick, as_baseline=as_baseline)
-            )[0]
+            run_ranks(1, lambda comm: self._train(run, comm))
 
-    def _run(
-        self, context: ExperimentContext, comm: Comm, *, quick: bool, as_baseline: bool
-    ) -> ClaimSamples:
+    def _train(self, run: ClaimRun, comm: Comm) -> None:
         from shoal.claims.experiments import fuyou_runs as runs
 
-        place = context.work_dir
-        method: Literal["zero_infinity", "fuyou"] = "zero_infinity" if as_baseline else "fuyou"
-        small = self._small(context, place)
-        metrics, details = self._counted(comm, small, method, steps=4 if quick else 10)
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        regime = runs.Regime(
-            runs.wide_lm(self.width, 4, self.tokens),
-            self.tokens,
-            self.device_mib * _MIB,
-            self.host_mib * _MIB,
-            self.disk_rate,
-            place,
-            context.seed,
-        )
-        profile = self._race(context, comm, regime, method, metrics, details)
-        amounts, more = context.remember("amounts", lambda: self._amounts(context, comm, regime))
-        metrics.update(amounts)
-        details.update(more)
-        return ClaimSamples(metrics=metrics, profile=profile, details=details)
+        method: Policy = run.pick("fuyou", "zero_infinity")
+        # A model whose every bit is compared, on the disk as it is.
+        small = runs.wide_lm(128, 3, 1024)
+        place = run.work_dir
+        regime = runs.Regime(small, 1024, 256 * _MIB, 28 * _MIB, None, place, run.seed)
+        host_over, over_estimate = self._count(run, comm, regime, method)
+        if not run.quick:
+            regime = runs.Regime(
+                runs.wide_lm(self.width, 4, self.tokens),
+                self.tokens,
+                self.device_mib * _MIB,
+                self.host_mib * _MIB,
+                self.disk_rate,
+                place,
+                run.seed,
+            )
+            peaks = self._race(run, comm, regime, method)
+            host_over.append(peaks["host"] / regime.host_bytes)
+            predicted = regime.predicted_bytes()
+            over_estimate += [peaks[tier] / most for tier, most in predicted.items()]
+            amounts = run.remember("amounts", lambda: self._amounts(run, comm, regime))
+            for metric, pairs in amounts["pairs"].items():
+                run.put(metric, *pairs)
+            run.details |= amounts["details"]
+        run.put("host_over_budget", host_over)
+        run.put("peak_over_estimate", over_estimate)
 
-    def _small(self, context: ExperimentContext, place: Path) -> Regime:
-        """A model whose every bit is compared, on the disk as it is."""
-        from shoal.claims.experiments import fuyou_runs as runs
-
-        config = runs.wide_lm(128, 3, 1024)
-        return runs.Regime(config, 1024, 256 * _MIB, 28 * _MIB, None, place, context.seed)
-
-    def _counted(
-        self,
-        comm: Comm,
-        regime: Regime,
-        method: Literal["zero_infinity", "fuyou"],
-        *,
-        steps: int,
-    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
-        """Bits and peaks of a small model."""
+    def _count(
+        self, run: ClaimRun, comm: Comm, regime: Regime, method: Policy
+    ) -> tuple[list[float], list[float]]:
+        """Bits of a small model; its peaks over the host's budget, and over those predicted."""
         from shoal.claims.experiments import fuyou_runs as runs
 
         with contextlib.closing(runs.FuyouTraining(regime, comm, method)) as training:
-            differ = runs.differing(regime, training, steps)
+            run.put("differing_bits", runs.differing(regime, training, 4 if run.quick else 10))
             peaks = training.made.tiers.peaks()
-        predicted_bytes = regime.predicted_bytes()
-        return {
-            "differing_bits": PairedSamples(method=(float(differ),)),
-            "host_over_budget": PairedSamples(method=(peaks["host"] / regime.host_bytes,)),
-            "peak_over_estimate": PairedSamples(
-                method=tuple(peaks[t] / predicted_bytes[t] for t in predicted_bytes)
-            ),
-        }, {
-            "small": {tier: [float(peaks[tier]), predicted_bytes[tier]] for tier in predicted_bytes}
-        }
+        predicted = regime.predicted_bytes()
+        run.details["small"] = {t: [float(peaks[t]), most] for t, most in predicted.items()}
+        over = [peaks[tier] / most for tier, most in predicted.items()]
+        return [peaks["host"] / regime.host_bytes], over
 
-    def _race(
-        self,
-        context: ExperimentContext,
-        comm: Comm,
-        regime: Regime,
-        method: Literal["zero_infinity", "fuyou"],
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-    ) -> str:
-        """Steps of both in turns, and the peaks of the host."""
+    def _race(self, run: ClaimRun, comm: Comm, regime: Regime, method: Policy) -> dict[str, int]:
+        """Steps of both in turns; peaks of the method's."""
         from shoal.claims.experiments import fuyou_runs as runs
 
-        result: dict[str, list[float]] = {"method": [], "baseline": []}
         with (
             contextlib.closing(runs.FuyouTraining(regime, comm, "zero_infinity")) as baseline,
             contextlib.closing(runs.FuyouTraining(regime, comm, method)) as training,
         ):
-            context.progress("first steps", 0.05)
+            run.progress("first steps", 0.05)
             ways = {"method": training, "baseline": baseline}
             for way in ways.values():
                 way.run(3)
-            for turn in range(self.pairs):
-                context.progress("steps in turns", 0.1 + 0.4 * turn / self.pairs)
-                for name in sorted(ways, reverse=bool(turn % 2)):
-                    result[name].append(ways[name].run(3))
+            run.progress("steps in turns", 0.1)
+            result = run.turns({n: partial(way.run, 3) for n, way in ways.items()}, self.pairs)
             peaks, theirs = training.made.tiers.peaks(), baseline.made.tiers.peaks()
-        predicted_bytes = regime.predicted_bytes()
-        metrics["step"] = PairedSamples(
-            method=tuple(result["method"]), baseline=tuple(result["baseline"])
-        )
-        metrics["host_over_budget"] = PairedSamples(
-            method=(*metrics["host_over_budget"].method, peaks["host"] / regime.host_bytes)
-        )
-        metrics["baseline_over_budget"] = PairedSamples(
-            method=(theirs["host"] / regime.host_bytes,)
-        )
-        metrics["peak_over_estimate"] = PairedSamples(
-            method=(
-                *metrics["peak_over_estimate"].method,
-                *(peaks[tier] / predicted_bytes[tier] for tier in predicted_bytes),
-            )
-        )
-        details["peaks"] = {tier: float(peak) for tier, peak in peaks.items()}
-        details["baseline_peaks"] = {tier: float(peak) for tier, peak in theirs.items()}
-        details["told"] = {tier: float(most) for tier, most in predicted_bytes.items()}
+        run.put("step", result["method"], result["baseline"])
+        run.put("baseline_over_budget", theirs["host"] / regime.host_bytes)
+        run.details["peaks"] = {tier: float(peak) for tier, peak in peaks.items()}
+        run.details["baseline_peaks"] = {tier: float(peak) for tier, peak in theirs.items()}
+        run.details["told"] = {t: float(most) for t, most in regime.predicted_bytes().items()}
         words = 4.0 * sum(p.numel() for p in baseline.made.model.parameters())
-        return (
+        run.profile = (
             f"the optimizer reads and writes {3 * words / 1e6:.0f} MB a step, which takes the disk "
             f"{3 * words / self.disk_rate:.2f} s each way, beside {2 * words / 1e6:.0f} MB of "
             "parameters for the passes"
         )
+        return peaks
 
-    def _amounts(
-        self, context: ExperimentContext, comm: Comm, regime: Regime
-    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
+    def _amounts(self, run: ClaimRun, comm: Comm, regime: Regime) -> dict[str, Any]:
         """Steps with evenly spread amounts, as predicted and measured; then the choice again."""
         from shoal.claims.experiments import fuyou_runs as runs
 
@@ -192,42 +149,38 @@ class FuyouClaim(BaseClaim):
             assert made.chosen is not None
             assert made.ordered is not None
             chosen, everything = made.chosen.swapped, made.ordered.nbytes[-1]
-
-            def measured(amount: float) -> tuple[float, float]:
-                result = made.use(amount).seconds
-                training.run(1)
-                return result, training.run(2)
-
             curve: list[tuple[float, float, float]] = []
             for number in range(self.amounts):
-                context.progress("amounts", 0.5 + 0.3 * number / self.amounts)
-                amount = everything * number / (self.amounts - 1)
-                result, seconds = measured(amount)
-                curve.append((float(made.chosen.swapped), result, seconds))
+                run.progress("amounts", 0.5 + 0.3 * number / self.amounts)
+                predicted = made.use(everything * number / (self.amounts - 1)).seconds
+                training.run(1)
+                curve.append((float(made.chosen.swapped), predicted, training.run(2)))
             best = min(curve, key=lambda point: point[2])[0]
-            pairs: dict[float, list[float]] = {0: [], 1: []}
-            for turn in range(self.pairs):
-                context.progress("the choice", 0.8 + 0.2 * turn / self.pairs)
-                for which in (0, 1) if turn % 2 else (1, 0):
-                    made.use((chosen, best)[which])
-                    pairs[which].append(training.run(2))
+
+            def steps(amount: float) -> float:
+                made.use(amount)
+                return training.run(2)
+
+            run.progress("the choice", 0.8)
+            arms = {"chosen": partial(steps, chosen), "best": partial(steps, best)}
+            pairs = run.turns(arms, self.pairs)
             last = made.use(chosen)
-        metrics = {
-            "chosen_amount": PairedSamples(method=tuple(pairs[0]), baseline=tuple(pairs[1])),
-            "model_error": PairedSamples(
-                method=tuple(point[1] for point in curve),
-                baseline=tuple(point[2] for point in curve),
-            ),
-        }
-        details: dict[str, JsonValue] = {
+        _, predicted_s, step_s = zip(*curve, strict=True)
+        details = {
             "curve": [
                 {"swapped": swapped, "told_s": told, "step_s": seconds}
                 for swapped, told, seconds in curve
             ],
             "chosen": float(chosen),
             "best_of_nine": best,
-            "binds": list(last.binds),
-            "forward_s": dict(last.forward_s),
-            "backward_s": dict(last.backward_s),
+            "binds": last.binds,
+            "forward_s": last.forward_s,
+            "backward_s": last.backward_s,
         }
-        return metrics, details
+        return {
+            "pairs": {
+                "chosen_amount": (pairs["chosen"], pairs["best"]),
+                "model_error": (predicted_s, step_s),
+            },
+            "details": details,
+        }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from shoal.claims.experiments.tiny import llama
 from shoal.claims.lab.measure_passes import PlaceholderWeights
 from shoal.core.random import generator
 from shoal.ir import TrainJob, Work
@@ -90,18 +91,8 @@ class Regime:
 
 def wide_lm(hidden: int, layers: int, tokens: int) -> ModelConfig:
     """A byte-level decoder; of four layers and 1,024 wide it has 50 million parameters."""
-    return ModelConfig(
-        name=f"wide-lm-{hidden}",
-        family="llama",
-        vocab_size=VOCAB,
-        hidden=hidden,
-        num_layers=layers,
-        num_heads=hidden // 64,
-        num_kv_heads=hidden // 64,
-        head_dim=64,
-        ffn_hidden=hidden * 8 // 3 // 64 * 64,
-        max_position=tokens,
-    )
+    ffn = hidden * 8 // 3 // 64 * 64
+    return llama(hidden, layers, hidden // 64, ffn=ffn, length=tokens)
 
 
 class FuyouTraining:

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Le
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.galvatron_plans import gap, misses, mixed_plans
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import llama, train_job
+from shoal.claims.frame import ClaimRun
+from shoal.claims.ranks import on_ranks, slowest
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.training.layer_fit import LayerProfile
@@ -85,162 +86,117 @@ class GalvatronClaim(BaseClaim):
             expected=f"more than patience = {self.patience} steps",
         )
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Search and simulate; the full run also runs two processes, for some five minutes."""
-        context.progress("every choice of small cases", 0.0)
-        missed = float(misses(200, greedy=as_baseline))
-        context.progress("layers that differ", 0.1)
-        mixed = context.remember("mixed", mixed_plans)
-        method = mixed.uniform_s if as_baseline else mixed.layerwise_s
-        metrics = {
-            "programme_misses": PairedSamples(method=(missed,)),
-            "layerwise_speedup": PairedSamples(method=(method,), baseline=(mixed.uniform_s,)),
-        }
-        details: dict[str, JsonValue] = {"mixed": mixed.as_record()}
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        context.progress("the exact optimum", 0.15)
-        details["exact"] = context.remember("exact", lambda: gap(mixed))
+        run.progress("every choice of small cases", 0.0)
+        run.put("programme_misses", misses(200, greedy=run.as_baseline))
+        run.progress("layers that differ", 0.1)
+        mixed = run.remember("mixed", mixed_plans)
+        run.put("layerwise_speedup", run.pick(mixed.layerwise_s, mixed.uniform_s), mixed.uniform_s)
+        run.details["mixed"] = mixed.as_record()
+        if run.quick:
+            return
+        run.progress("the exact optimum", 0.15)
+        run.details["exact"] = run.remember("exact", lambda: gap(mixed))
         reason = unavailable()
         if reason is not None:
-            return ClaimSamples(
-                metrics=metrics, details=details, skipped=dict.fromkeys(_REAL, reason)
-            )
-        return self._real(context, metrics, details, as_baseline)
+            run.skip(reason, *_REAL)
+            return
+        self._real(run)
 
     # Two real processes ------------------------------------------------------------------
 
-    def _real(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        as_baseline: bool,
-    ) -> ClaimSamples:
-        config = _config()
+    def _real(self, run: ClaimRun) -> None:
+        from shoal.cost.training.layer_fit import LinkFit
+
+        config = llama(128, 6, 4, kv_heads=2, vocab=2048, length=_LENGTH)
         jobs = plans_of_two()
-        context.progress("layers, links and overlap", 0.2)
-        profile = context.remember("profile", lambda: self._profile(config))
-        context.progress("24 plans", 0.3)
-        measured = context.remember("plans", lambda: self._timed(jobs, config, self.turns))
+        run.progress("layers, links and overlap", 0.2)
+        profile = run.remember("profile", lambda: self._profile(config))
+        run.progress("24 plans", 0.3)
+        measured = run.remember("plans", lambda: self._timed(jobs, config, self.turns))
         machine = _two(self.bandwidth)
-        priced = profile.model_copy(update={"links": _no_wire()}) if as_baseline else profile
+        # The A/A run predicts as if links took no time.
+        no_wire = tuple(
+            LinkFit(op=op, group=2, latency_s=0.0, bandwidth=1e15)
+            for op in ("all_reduce", "gather", "scatter", "send")
+        )
+        priced = run.pick(profile, profile.model_copy(update={"links": no_wire}))
         predicted = [_predicted(job, machine, config.shape(), priced) for job in jobs]
         middle = [statistics.median(seconds) for seconds in measured]
         chosen, best = int(np.argmin(predicted)), int(np.argmin(middle))
         from scipy.stats import spearmanr  # a second of imports, which a list of claims is spared
 
-        correlation = float(spearmanr(predicted, middle).statistic)
+        run.put("rank_correlation", float(spearmanr(predicted, middle).statistic))
+        # The plans are these 24, not a sample of some: their mean has no interval of its own.
         errors = [abs(p / m - 1) for p, m in zip(predicted, middle, strict=True)]
+        run.put("mean_error", statistics.fmean(errors))
         # The fastest of many that were timed was lucky, too: both are timed again, in turns.
-        final = context.remember(
+        final = run.remember(
             f"final {chosen} {best}",
             lambda: self._timed([jobs[chosen], jobs[best]], config, self.final),
         )
-        metrics |= {
-            "rank_correlation": PairedSamples(method=(correlation,)),
-            # The plans are these 24, not a sample of some: their mean has no interval of its own.
-            "mean_error": PairedSamples(method=(statistics.fmean(errors),)),
-            "chosen_over_best": PairedSamples(method=tuple(final[0]), baseline=tuple(final[1])),
-        }
-        details["plans"] = [
-            {"plan": _named(job), "predicted_s": p, "measured_s": m}
-            for job, p, m in zip(jobs, predicted, middle, strict=True)
-        ]
-        details["profile"] = profile.model_dump(mode="json")
-        context.progress("a link that is cut", 0.6)
-        faster = _scaled(profile, self.cut_from / self.bandwidth)
+        run.put("chosen_over_best", *final)
+        run.progress("a link that is cut", 0.6)
+        times = self.cut_from / self.bandwidth
+        links = tuple(
+            fit.model_copy(update={"bandwidth": times * fit.bandwidth}) for fit in profile.links
+        )
+        faster = profile.model_copy(update={"links": links})
         fresh = [_predicted(job, machine, config.shape(), faster) for job in jobs]
         first = jobs[int(np.argmin(fresh))]
-
-        def run_on(adapts: bool) -> dict[str, Any]:
-            return self._cut(context, first, jobs, config, faster, adapts)
-
-        stays = context.remember("stays", lambda: run_on(False))
-        moves = stays if as_baseline else run_on(True)
-        details["replan"] = {"stays": stays, "moves": moves}
-        tail = [sum(_seconds(run)[self.before :]) for run in (moves, stays)]
-        metrics["replanned_speedup"] = PairedSamples(method=(tail[0],), baseline=(tail[1],))
-        return ClaimSamples(
-            metrics=metrics,
-            details=details,
-            profile=f"predicted best {_named(jobs[chosen])} {1e3 * predicted[chosen]:.0f} ms, "
+        stays = run.remember("stays", lambda: self._cut(run, first, jobs, config, faster, False))
+        moves = stays if run.as_baseline else self._cut(run, first, jobs, config, faster, True)
+        tail = [sum(one["seconds"][self.before :]) for one in (moves, stays)]
+        run.put("replanned_speedup", *tail)
+        run.details |= {
+            "plans": [
+                {"plan": _named(job), "predicted_s": p, "measured_s": m}
+                for job, p, m in zip(jobs, predicted, middle, strict=True)
+            ],
+            "profile": profile.model_dump(mode="json"),
+            "replan": {"stays": stays, "moves": moves},
+        }
+        run.profile = (
+            f"predicted best {_named(jobs[chosen])} {1e3 * predicted[chosen]:.0f} ms, "
             f"measured {1e3 * middle[chosen]:.0f} ms; measured best {_named(jobs[best])} "
             f"{1e3 * middle[best]:.0f} ms; after the cut {tail[1]:.0f} s without and "
-            f"{tail[0]:.0f} s with another plan",
+            f"{tail[0]:.0f} s with another plan"
         )
 
     def _profile(self, config: ModelConfig) -> LayerProfile:
         from shoal.claims.lab.measure_layers import profile_of
-        from shoal.parallel.comm.processes import run_processes
 
-        given = {
-            "config": config.model_dump(mode="json"),
-            "seq_len": _LENGTH,
-            "sizes": [2, 4, 8],
-            "tps": [1, 2],
-            "repeats": 7,
-        }
         with emulate(2, bandwidth=self.bandwidth) as network:
-            ranks = run_processes(
-                f"{_RANKS}:measured",
-                2,
-                given,
-                ranks_per_node=1,
-                start=network.start,
-                timeout_s=240.0,
-            )
-        return profile_of(ranks)
+            return profile_of(
+                on_ranks(
+                    f"{_RANKS}:measured", 2, network=network, timeout_s=240.0, config=config,
+                    seq_len=_LENGTH, sizes=[2, 4, 8], tps=[1, 2], repeats=7,
+                )
+            )  # fmt: skip
 
     def _timed(
         self, jobs: Sequence[TrainJob], config: ModelConfig, turns: int
-    ) -> list[list[float]]:
-        from shoal.parallel.comm.processes import run_processes
-
-        given = {
-            "jobs": [job.model_dump(mode="json") for job in jobs],
-            "config": config.model_dump(mode="json"),
-            "rounds": self.rounds,
-            "turns": turns,
-        }
+    ) -> list[tuple[float, ...]]:
         with emulate(2, bandwidth=self.bandwidth) as network:
-            ranks = run_processes(
-                f"{_RANKS}:time_plans",
-                2,
-                given,
-                ranks_per_node=1,
-                start=network.start,
-                timeout_s=900.0,
-            )
-        return [
-            [max(pair) for pair in zip(*steps, strict=True)] for steps in zip(*ranks, strict=True)
-        ]
+            ranks = on_ranks(
+                f"{_RANKS}:time_plans", 2, network=network, timeout_s=900.0, jobs=jobs,
+                config=config, rounds=self.rounds, turns=turns,
+            )  # fmt: skip
+        return [slowest(ranks, plan) for plan in ranks[0]]
 
     def _cut(
         self,
-        context: ExperimentContext,
+        run: ClaimRun,
         first: TrainJob,
         jobs: Sequence[TrainJob],
         config: ModelConfig,
         profile: LayerProfile,
         adapts: bool,
     ) -> dict[str, Any]:
-        from shoal.parallel.comm.processes import run_processes
-
-        signal = context.work_dir / f"step-{adapts}.json"
+        signal = run.work_dir / f"step-{adapts}.json"
         policy = {"enabled": adapts, "patience": self.patience}
-        begin = first.model_dump(mode="json") | {"replan": policy}
-        given = {
-            "job": begin,
-            "plans": [job.model_dump(mode="json") for job in jobs],
-            "config": config.model_dump(mode="json"),
-            "machine": _two(self.cut_from).model_dump(mode="json"),
-            "profile": profile.model_dump(mode="json"),
-            "steps": self.before + self.after,
-            "signal": str(signal),
-        }
+        begin = TrainJob.model_validate(first.model_dump(mode="json") | {"replan": policy})
         with emulate(2, bandwidth=self.cut_from) as network:
             stop = threading.Event()
             cutter = threading.Thread(
@@ -248,24 +204,15 @@ class GalvatronClaim(BaseClaim):
             )
             cutter.start()
             try:
-                ranks = run_processes(
-                    f"{_RANKS}:run_with_replan",
-                    2,
-                    given,
-                    ranks_per_node=1,
-                    start=network.start,
-                    timeout_s=900.0,
-                )
+                ranks = on_ranks(
+                    f"{_RANKS}:run_with_replan", 2, network=network, timeout_s=900.0, job=begin,
+                    plans=jobs, config=config, machine=_two(self.cut_from), profile=profile,
+                    steps=self.before + self.after, signal=str(signal),
+                )  # fmt: skip
             finally:
                 stop.set()
                 cutter.join()
-        result: dict[str, Any] = ranks[0]
-        result["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in ranks), strict=True)]
-        return result
-
-
-def _seconds(run: dict[str, Any]) -> list[float]:
-    return [float(seconds) for seconds in run["seconds"]]
+        return {**ranks[0], "seconds": slowest(ranks, "seconds")}
 
 
 def _cut_at(
@@ -279,40 +226,6 @@ def _cut_at(
             for host, sends in itertools.product((0, 1), (True, False)):
                 network.reshape(host, bandwidth, sends=sends)
             return
-
-
-def _scaled(profile: LayerProfile, factor: float) -> LayerProfile:
-    """The same with links ``factor`` times as fast."""
-    links = tuple(
-        fit.model_copy(update={"bandwidth": factor * fit.bandwidth}) for fit in profile.links
-    )
-    return profile.model_copy(update={"links": links})
-
-
-def _no_wire() -> tuple[Any, ...]:
-    """Links that take no time."""
-    from shoal.cost.training.layer_fit import LinkFit
-
-    return tuple(
-        LinkFit(op=op, group=2, latency_s=0.0, bandwidth=1e15)
-        for op in ("all_reduce", "gather", "scatter", "send")
-    )
-
-
-def _config() -> ModelConfig:
-    from shoal.model.config import ModelConfig
-
-    return ModelConfig(
-        family="llama",
-        vocab_size=2048,
-        hidden=128,
-        num_layers=6,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        ffn_hidden=384,
-        max_position=_LENGTH,
-    )
 
 
 def _two(bandwidth: float) -> Machine:
@@ -355,17 +268,13 @@ def plans_of_two() -> list[TrainJob]:
     rows.append(({"pp": 2, "stages": [4, 2]}, {"microbatch": 2, "layers": half}))
     rows.append(({"pp": 2, "stages": [5, 1]}, {"microbatch": 2}))
     return [
-        TrainJob.model_validate(
-            {
-                "model": "shoal-0.3m",
-                "seq_len": _LENGTH,
-                "global_batch": _BATCH,
-                "precision": "fp32",
-                "steps": 1,
-                "optimizer": {"name": "adamw", "lr": 1e-4},
-                "parallel": parallel,
-                **extra,
-            }
+        train_job(
+            seq_len=_LENGTH,
+            global_batch=_BATCH,
+            steps=1,
+            optimizer={"name": "adamw", "lr": 1e-4},
+            parallel=parallel,
+            **extra,
         )
         for parallel, extra in rows
     ]
@@ -390,10 +299,6 @@ def _predicted(job: TrainJob, machine: Machine, shape: ModelShape, profile: Laye
     sends = profile.link("send", 2, 1)
     wired = machine
     if sends is not None:
-        link = Link(
-            scope="node",
-            bandwidth=min(sends.bandwidth, 9e14),
-            latency_s=sends.latency_s,
-        )
+        link = Link(scope="node", bandwidth=min(sends.bandwidth, 9e14), latency_s=sends.latency_s)
         wired = machine.model_copy(update={"links": (link,)})
     return simulated_s(stages, plan, job, wired, shape.hidden) + profile.step_s

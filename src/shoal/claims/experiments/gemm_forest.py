@@ -12,18 +12,16 @@ are judged only where a sensor measures them.
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Gt
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave
-from shoal.core.native import compiler
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.cost.gemm.predictor import fit
@@ -57,99 +55,69 @@ class GemmForest(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 25
 
     rows: ClassVar[tuple[int, ...]] = (41,)
+    needs: ClassVar[tuple[str, ...]] = ("c++", "sklearn", "torch")
 
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """The kernel needs a compiler, the forest scikit-learn, the library torch."""
-        if compiler() is None:
-            return "no C++ compiler for the tiled kernel"
-        for module, extra in (("sklearn", "bench"), ("torch", "run")):
-            if importlib.util.find_spec(module) is None:
-                return f"no {module}; install shoal-ml[{extra}]"
-        return None
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        metrics = {
-            "wrong_products": PairedSamples(method=(float(_wrong(context.seed, as_baseline)),)),
-            "moved_error_over_roofline": self._moved(context, quick, as_baseline),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        return self._timed(context, metrics, as_baseline)
-
-    def _moved(self, context: ExperimentContext, quick: bool, as_baseline: bool) -> PairedSamples:
-        """Median errors of forest and roofline on elements moved, of shapes held out."""
-        context.progress("counting what the tiles move", 0.05)
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        run.put("wrong_products", _wrong(run.seed, run.as_baseline))
+        run.progress("counting what the tiles move", 0.05)
 
         def count() -> HeldOut:
-            turns = 0, 3 * (90 if quick else 200), 3
-            shapes = [s for i in range(*turns) for s in drawn(context.seed, i, threads=1)]
-            trees = 30 if quick else self.trees
+            turns = 0, 3 * (90 if run.quick else 200), 3
+            shapes = [s for i in range(*turns) for s in drawn(run.seed, i, threads=1)]
+            trees = 30 if run.quick else self.trees
             return held_out(_counted(shapes), "grouped", trees=trees, folds=3, peers=False)
 
-        result = context.remember("moved", count)
-        return _medians(result, as_baseline)
+        # Median errors of forest and roofline on elements moved, of shapes held out.
+        run.put("moved_error_over_roofline", *_medians(run, run.remember("moved", count)))
+        if not run.quick:
+            self._time(run)
 
-    def _timed(
-        self, context: ExperimentContext, metrics: dict[str, PairedSamples], as_baseline: bool
-    ) -> ClaimSamples:
-        table = context.remember("sweep", lambda: self._sweep(context))
-        splits = {
-            name: context.remember(name, lambda name=name: self._split(context, table, name))  # type: ignore[misc]
-            for name in SPLITS
-        }
-        who = _ROOFLINE if as_baseline else "forest"
-        grouped = splits["grouped"]
-        metrics["time_r2"] = PairedSamples(method=(splits["random"].r2(who),))
-        metrics["grouped_error"] = PairedSamples(method=tuple(map(float, grouped.errors(who))))
-        metrics["error_over_roofline"] = _medians(grouped, as_baseline)
-        inside = [
-            float(not as_baseline and low <= real <= high)
+    def _time(self, run: ClaimRun) -> None:
+        context = run.context
+        table = run.remember("sweep", lambda: self._sweep(context))
+        splits = {}
+        for name in SPLITS:
+            run.progress(f"predicting: {name} split", 0.65 + 0.05 * SPLITS.index(name))
+            made = functools.partial(held_out, table, name, trees=self.trees, seed=run.seed)
+            splits[name] = run.remember(name, made)
+        who, grouped = run.pick("forest", _ROOFLINE), splits["grouped"]
+        run.put("time_r2", splits["random"].r2(who), bound=1.0)
+        run.put("grouped_error", grouped.errors(who))
+        run.put("error_over_roofline", *_medians(run, grouped))
+        inside = (
+            not run.as_baseline and low <= real <= high
             for low, real, high in zip(grouped.low, grouped.seconds, grouped.high, strict=True)
-        ]
-        metrics["interval_coverage"] = PairedSamples(method=tuple(inside))
-        context.progress("choosing tiles", 0.85)
-        chosen = tile_choices(table, trees=self.trees, seed=context.seed, roofline=as_baseline)
-        metrics["good_tiles"] = PairedSamples(
-            method=tuple(float(c.loss <= _WITHIN) for c in chosen)
         )
-        predictor = context.remember("forest", lambda: fit(table, trees=self.trees))
-        metrics["shrinking"] = PairedSamples(method=(_shrinking(predictor.seconds),))
-        best = min(TILES) if as_baseline else predictor.best_tile(_EDGE, _EDGE, _EDGE)[0].shape.tile
-        context.progress("best and worst tile", 0.9)
-        metrics["tile_gain"], seconds = self._tiles(context, best)
-        skipped = {}
+        run.put("interval_coverage", inside, bound=0.9)
+        run.progress("choosing tiles", 0.85)
+        chosen = tile_choices(table, trees=self.trees, seed=run.seed, roofline=run.as_baseline)
+        run.put("good_tiles", (c.loss <= _WITHIN for c in chosen), bound=1.0)
+        predictor = run.remember("forest", lambda: fit(table, trees=self.trees))
+        run.put("shrinking", _shrinking(predictor.seconds))
+        best = predictor.best_tile(_EDGE, _EDGE, _EDGE)[0].shape.tile
+        best = run.pick(best, min(TILES))
+        run.progress("best and worst tile", 0.9)
+        seconds = self._tiles(run, best)
         if "watts_error" in predictor.errors:
-            metrics["power_error"] = PairedSamples(method=(predictor.errors["watts_error"],))
+            run.put("power_error", predictor.errors["watts_error"])
         else:
-            skipped["power_error"] = _SENSORLESS
-        losses = [c.loss for c in chosen]
-        details: dict[str, JsonValue] = {
+            run.skip(_SENSORLESS, "power_error")
+        run.details |= {
             "products": len(table.points),
             "own": sum(1 for p in table.points if p.tile),
-            "splits": {
-                name: {who: dict(scores) for who, scores in split.summary().items()}
-                for name, split in splits.items()
-            },
+            "splits": {name: split.summary() for name, split in splits.items()},
             "coverage": {name: split.coverage for name, split in splits.items()},
-            "tiles": {str(t): sum(1.0 for c in chosen if c.chosen == t) for t in TILES},
-            "best_tiles": {str(t): sum(1.0 for c in chosen if c.best == t) for t in TILES},
-            "mean_tile_loss": float(np.mean(losses)),
-            "tile_seconds": dict(seconds),
+            "tiles": {t: sum(1.0 for c in chosen if c.chosen == t) for t in TILES},
+            "best_tiles": {t: sum(1.0 for c in chosen if c.best == t) for t in TILES},
+            "mean_tile_loss": float(np.mean([c.loss for c in chosen])),
+            "tile_seconds": seconds,
             "chosen_tile": best,
         }
-        if not as_baseline:
-            details["importance"] = dict(importance(table, trees=self.trees))
-        return ClaimSamples(
-            metrics=metrics,
-            skipped=skipped,
-            bounds={"interval_coverage": 0.9, "good_tiles": 1.0, "time_r2": 1.0},
-            profile=f"{len(table.points)} products in {self.budget_s:g} s; tiles at {_EDGE}^3: "
-            + ", ".join(f"{tile}: {1e3 * s:.0f} ms" for tile, s in seconds.items()),
-            details=details,
-        )
+        if not run.as_baseline:
+            run.details["importance"] = importance(table, trees=self.trees)
+        run.profile = f"{len(table.points)} products in {self.budget_s:g} s; tiles at {_EDGE}^3: "
+        run.profile += ", ".join(f"{tile}: {1e3 * s:.0f} ms" for tile, s in seconds.items())
 
     def _sweep(self, context: ExperimentContext) -> GemmTable:
         probe = Gemm(
@@ -161,42 +129,28 @@ class GemmForest(BaseClaim):
                 lambda done, total, text: context.progress(f"sweep: {text}", 0.6 * done / total),
             )
 
-    def _split(self, context: ExperimentContext, table: GemmTable, name: str) -> HeldOut:
-        context.progress(f"predicting: {name} split", 0.65 + 0.05 * SPLITS.index(name))
-        return held_out(table, name, trees=self.trees, seed=context.seed)
-
-    def _tiles(
-        self, context: ExperimentContext, best: int
-    ) -> tuple[PairedSamples, dict[str, float]]:
+    def _tiles(self, run: ClaimRun, best: int) -> dict[str, float]:
         """Rounds of the chosen and of the slowest tile; seconds of one run of each tile."""
-        random = generator(context.seed, purpose="gemm tiles")
+        random = generator(run.seed, purpose="gemm tiles")
         a = random.random((_EDGE, _EDGE), dtype=np.float32)
         b = random.random((_EDGE, _EDGE), dtype=np.float32)
+        arms = {str(t): functools.partial(own_product, a, b, t) for t in TILES}
 
         def once() -> dict[str, float]:
-            runs = {str(t): (lambda t=t: own_product(a, b, t)) for t in TILES}
-            timed = interleave(runs, 1, warmup=1, seed=context.seed)
-            return {name: taken[0] for name, taken in timed.seconds.items()}
+            return {name: s[0] for name, s in run.race(arms, 1, warmup=1, swaps={}).items()}
 
-        seconds = context.remember("tiles", once)
+        seconds = run.remember("tiles", once)
         worst = max(seconds, key=lambda name: seconds[name])
-        timed = interleave(
-            {
-                "chosen": lambda: own_product(a, b, best),
-                "worst": lambda: own_product(a, b, int(worst)),
-            },
-            self.pairs,
-            warmup=1,
-            seed=context.seed,
-        )
-        pair = PairedSamples(method=timed.seconds["chosen"], baseline=timed.seconds["worst"])
-        return pair, seconds
+        both = {"chosen": arms[str(best)], "worst": arms[worst]}
+        timed = run.race(both, self.pairs, warmup=1, swaps={})
+        run.put("tile_gain", timed["chosen"], timed["worst"])
+        return seconds
 
 
-def _medians(found: HeldOut, as_baseline: bool) -> PairedSamples:
+def _medians(run: ClaimRun, found: HeldOut) -> tuple[float, float]:
     """Median error of the predictor and of the roofline."""
     forest, roofline = (float(np.median(found.errors(name))) for name in ("forest", _ROOFLINE))
-    return PairedSamples(method=(roofline if as_baseline else forest,), baseline=(roofline,))
+    return run.pick(forest, roofline), roofline
 
 
 def _counted(shapes: list[GemmShape]) -> GemmTable:

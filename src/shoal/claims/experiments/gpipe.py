@@ -21,12 +21,11 @@ import math
 import statistics
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge
-from pydantic import JsonValue
+from annotated_types import Ge, MultipleOf
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
+from shoal.claims.frame import ClaimRun
+from shoal.claims.ranks import on_ranks, slowest
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
 from shoal.ir.schedule import OpCosts
@@ -43,112 +42,62 @@ class GPipeClaim(BaseClaim):
     """Equal layers on two real processes, four and eight simulated ones, and bytes kept.
 
     Args:
-        layers: of the network that is timed.
+        layers: of the network that is timed, a multiple of 8, the most cells.
         width: of its layers.
         batch: samples of a mini-batch, a multiple of 32.
         repeats: pairs of timings.
         budget: activations of one layer, for the whole mini-batch, that may be kept.
     """
 
-    layers: int = 8
+    layers: Annotated[int, MultipleOf(8), Ge(8)] = 8
     width: Annotated[int, Ge(8)] = 512
-    batch: int = 4096
+    batch: Annotated[int, MultipleOf(_MANY), Ge(_MANY)] = 4096
     repeats: Annotated[int, Ge(3)] = 11
     budget: Annotated[int, Ge(4)] = 6
 
     rows: ClassVar[tuple[int, ...]] = (139,)
 
-    def __post_init__(self) -> None:
-        require(
-            self.layers >= 8 and self.layers % 8 == 0,
-            "claim.gpipe.layers",
-            self.layers,
-            expected="a multiple of 8, the most cells",
-        )
-        require(
-            self.batch >= _MANY and self.batch % _MANY == 0,
-            "claim.gpipe.batch",
-            self.batch,
-            expected=f"a multiple of {_MANY}, the most micro-batches",
-        )
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Count and simulate; the full run also times processes, for a minute."""
-        context.progress("layers in a budget", 0.0)
-        alone = context.remember("alone", lambda: most_layers(self.budget, 1, 1, recompute=False))
-        split = alone if as_baseline else most_layers(self.budget, 4, 8, recompute=True)
+        run.progress("layers in a budget", 0.0)
+        alone = run.remember("alone", lambda: most_layers(self.budget, 1, 1, recompute=False))
+        split = alone if run.as_baseline else most_layers(self.budget, 4, 8, recompute=True)
+        run.put("layers_in_budget", split, alone)
         cases = list(itertools.product((2, 4, 8), (1, 8, _MANY)))
-        simulated = tuple(
+        simulated = (
             # One micro-batch has the work of all of them.
-            makespan(k, 1, float(m), 3.0 * m) if as_baseline else makespan(k, m, 1.0, 3.0)
+            makespan(k, *run.pick((m, 1.0, 3.0), (1, float(m), 3.0 * m)))
             for k, m in cases
         )
-        metrics = {
-            "layers_in_budget": PairedSamples(method=(float(split),), baseline=(float(alone),)),
-            "makespan_error": PairedSamples(
-                method=simulated, baseline=tuple((m + k - 1) * 4.0 for k, m in cases)
-            ),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        return self._timed(context, metrics, as_baseline)
-
-    def _timed(
-        self, context: ExperimentContext, metrics: dict[str, PairedSamples], as_baseline: bool
-    ) -> ClaimSamples:
-        from shoal.parallel.comm.processes import run_processes
-
-        shape = {"layers": self.layers, "width": self.width}
-        many = 1 if as_baseline else 8
-        context.progress("two processes", 0.2)
-        ranks = run_processes(
-            f"{_RANKS}:times",
-            2,
-            {
-                **shape,
-                "batch": self.batch,
-                "ms": [1, many],
-                "recompute": True,
-                "repeats": self.repeats,
-            },
-            timeout_s=300.0,
-        )
-
-        def seconds(at: int) -> tuple[float, ...]:
-            return tuple(max(turn) for turn in zip(*(r[str(at)] for r in ranks), strict=True))
-
-        metrics["two_ranks"] = PairedSamples(method=seconds(1), baseline=seconds(0))
-        context.progress("passes", 0.7)
-        most = 1 if as_baseline else _MANY
-        ms = [1] if most == 1 else [1, most]
-        (passes,) = run_processes(
-            f"{_RANKS}:pass_times",
-            1,
-            {**shape, "batch": self.batch, "ms": ms, "repeats": self.repeats},
-            timeout_s=300.0,
-        )
-        whole, small = passes["1"], passes[str(most)]
-        base = statistics.median(_split(2, 1, *times) for times in whole)
-        larger: dict[str, JsonValue] = {
-            f"{k} ranks, {most} micro-batches": base
-            / statistics.median(_split(k, most, *times) for times in small)
-            for k in (4, 8)
-        }
-        middle = [statistics.median(seconds(at)) for at in (0, 1)]
-        details: dict[str, JsonValue] = {
+        run.put("makespan_error", simulated, ((m + k - 1) * 4.0 for k, m in cases))
+        if run.quick:
+            return
+        shape = {"layers": self.layers, "width": self.width, "batch": self.batch}
+        timed: dict[str, Any] = {**shape, "repeats": self.repeats, "timeout_s": 300.0}
+        many = run.pick(8, 1)
+        run.progress("two processes", 0.2)
+        ranks = on_ranks(f"{_RANKS}:times", 2, ms=[1, many], recompute=True, **timed)
+        one, several = slowest(ranks, "0"), slowest(ranks, "1")
+        run.put("two_ranks", several, one, bound=2 * 8 / (8 + 1))
+        run.progress("passes", 0.7)
+        most = run.pick(_MANY, 1)
+        ms = sorted({1, most})
+        (passes,) = on_ranks(f"{_RANKS}:pass_times", 1, ms=ms, **timed)
+        base = statistics.median(_split(2, 1, *times) for times in passes["1"])
+        middle = statistics.median(one), statistics.median(several)
+        run.details |= {
             "seconds_m1": middle[0],
             "seconds_m8": middle[1],
             "passes_s": passes,
-            "simulated_speedup": larger,
+            "simulated_speedup": {
+                f"{k} ranks, {most} micro-batches": base
+                / statistics.median(_split(k, most, *times) for times in passes[str(most)])
+                for k in (4, 8)
+            },
         }
-        return ClaimSamples(
-            metrics=metrics,
-            details=details,
-            bounds={"two_ranks": 2 * 8 / (8 + 1)},
-            profile=f"two ranks: {1e3 * middle[0]:.0f} ms with 1 micro-batch, "
-            f"{1e3 * middle[1]:.0f} ms with {many}",
+        run.profile = (
+            f"two ranks: {1e3 * middle[0]:.0f} ms with 1 micro-batch, "
+            f"{1e3 * middle[1]:.0f} ms with {many}"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.claims.lab.gpipe import Pipeline, gpipe
+from shoal.claims.ranks import in_turn
 from shoal.parallel.protocols import Comm
 
 __all__ = ["AutogradBytes", "equal_layers", "pass_times", "saved_bytes", "times"]
@@ -86,14 +87,7 @@ def saved_bytes(
 
 
 def times(
-    comm: Comm,
-    *,
-    layers: int,
-    width: int,
-    batch: int,
-    ms: list[int],
-    recompute: bool,
-    repeats: int,
+    comm: Comm, *, layers: int, width: int, batch: int, ms: list[int], recompute: bool, repeats: int
 ) -> dict[str, list[float]]:
     """Seconds of steps with each number of micro-batches, in turn.
 
@@ -108,16 +102,11 @@ def times(
     """
     pipelines = [_made(comm, layers, width, m, recompute) for m in ms]
     x = torch.ones(batch, width)
-    times: dict[str, list[float]] = {str(at): [] for at in range(len(ms))}
-    for turn in range(-1, repeats):
-        for at in list(range(len(ms)))[:: 1 if turn % 2 else -1]:
-            comm.barrier()
-            begin = time.perf_counter()
-            pipelines[at].step(x, x)
-            comm.barrier()
-            if turn >= 0:
-                times[str(at)].append(time.perf_counter() - begin)
-    return times
+    arms = {
+        str(at): lambda pipeline=pipeline: pipeline.step(x, x)
+        for at, pipeline in enumerate(pipelines)
+    }
+    return in_turn(comm, arms, repeats)
 
 
 def pass_times(

@@ -23,7 +23,7 @@ import numpy as np
 from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part, table
 
 if TYPE_CHECKING:
@@ -54,40 +54,31 @@ class HecateClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (65,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.experiments.hecate_ranks import copied, errors, recorded
         from shoal.claims.lab.replay import gini
         from shoal.plan.placement.protocols import Devices
 
-        placer = {"name": "fssdp", "slots": self.slots}
-        method: Any = "owners" if as_baseline else placer
-        context.progress("training that is recorded", 0.05)
-        steps = 24 if quick else self.steps
-        trace = context.remember(f"trace {steps}", lambda: recorded(steps, _DEVICES, context.seed))
-        context.progress("routing it again", 0.5)
+        method: Any = run.pick({"name": "fssdp", "slots": self.slots}, "owners")
+        run.progress("training that is recorded", 0.05)
+        steps = 24 if run.quick else self.steps
+        trace = run.remember(f"trace {steps}", lambda: recorded(steps, _DEVICES, run.seed))
+        run.progress("routing it again", 0.5)
         devices = Devices(_DEVICES, _PER_NODE)
         result = self._replayed(trace, devices, method, "Mixtral-8x7B-v0.1")
-        zipf = _zipf(30 if quick else 200, Devices(16, 8), self.tokens, context.seed)
+        zipf = _zipf(30 if run.quick else 200, Devices(16, 8), self.tokens, run.seed)
         skewed = self._replayed(zipf, Devices(16, 8), method, "Qwen3-30B-A3B")
-        context.progress("ranks that gather", 0.8)
-        there = copied(method, context.seed)
-        metrics = {
-            "imbalance": _by(result, "owners", "imbalance"),
-            "imbalance_of_zipf": _by(skewed, "owners", "imbalance"),
-            "over_owners": _by(result, "owners", "seconds"),
-            "over_rearranged": _by(
-                {**result, "owners": result["method" if as_baseline else "rearranged"]},
-                "owners",
-                "seconds",
-            ),
-            "borrowed": PairedSamples(method=tuple(map(float, there.borrowed))),
-            "uncounted_bytes": PairedSamples(method=(there.uncounted,)),
-            "error": PairedSamples(method=errors(method, quick=quick)),
-        }
-        details = {
+        run.put("imbalance", *_by(result, "owners", "imbalance"))
+        run.put("imbalance_of_zipf", *_by(skewed, "owners", "imbalance"))
+        run.put("over_owners", *_by(result, "owners", "seconds"))
+        run.put("over_rearranged", *_by(result, run.pick("rearranged", "method"), "seconds"))
+        run.progress("ranks that gather", 0.8)
+        there = copied(method, run.seed)
+        run.put("borrowed", there.borrowed)
+        run.put("uncounted_bytes", there.uncounted)
+        run.put("error", errors(method, quick=run.quick))
+        run.details |= {
             "gini": gini(trace.sum(2)),
             "gini_of_zipf": gini(zipf.sum(2)),
             "imbalance": {name: float(one.imbalance.mean()) for name, one in result.items()},
@@ -100,7 +91,6 @@ class HecateClaim(BaseClaim):
             "moved_bytes": {name: one.moved_bytes for name, one in result.items()},
             "copied_bytes": there.counted,
         }
-        return ClaimSamples(metrics=metrics, details=details)
 
     def _costs(self, model: str) -> ExpertCosts:
         """A layer of a mixture."""
@@ -141,14 +131,10 @@ class HecateClaim(BaseClaim):
         return {name: replay(scaled, placer, devices, costs) for name, placer in placers.items()}
 
 
-def _by(found: dict[str, ReplayResult], baseline: str, what: str) -> PairedSamples:
-    """Step by step, the mean over layers."""
-
-    def steps(one: ReplayResult) -> tuple[float, ...]:
-        values = getattr(one, what)
-        return tuple((values if values.ndim == 1 else values.mean(1)).tolist())
-
-    return PairedSamples(method=steps(found["method"]), baseline=steps(found[baseline]))
+def _by(found: dict[str, ReplayResult], baseline: str, what: str) -> list[list[float]]:
+    """Step by step, the mean over layers, of the method and of the baseline."""
+    both = (getattr(found[name], what) for name in ("method", baseline))
+    return [(values if values.ndim == 1 else values.mean(1)).tolist() for values in both]
 
 
 def _zipf(steps: int, devices: Devices, tokens: int, seed: int, experts: int = 32) -> Ints:

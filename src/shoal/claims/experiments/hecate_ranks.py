@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shoal.claims.experiments.tiny import apart, mixture
+from shoal.claims.frame import wire_bytes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -82,7 +85,6 @@ def copied(placer: Any, seed: int) -> CopiedRun:
     from shoal.core.parts import Choice
     from shoal.ir import Parallel
     from shoal.ir.hooks import TrainStep
-    from shoal.model.config import ModelConfig
     from shoal.model.routing import StepRouting
     from shoal.parallel.comm.ranks import ranks_of
     from shoal.parallel.expert.balance import Routers
@@ -90,11 +92,7 @@ def copied(placer: Any, seed: int) -> CopiedRun:
     from shoal.parallel.expert.fssdp import CopiedExperts, dispatched
     from shoal.parallel.expert.layer_copies import TAG
 
-    config = ModelConfig(
-        name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=1, num_heads=4,
-        num_kv_heads=4, head_dim=8, ffn_hidden=16, num_experts=_EXPERTS, top_k=_TOP_K,
-        max_position=64,
-    )  # fmt: skip
+    config = mixture(32, 1, _EXPERTS, 16)
     source = torch.Generator().manual_seed(seed)
     x_SRND = torch.randn(_STEPS, _RANKS, _TOKENS, config.hidden, generator=source) + 0.5
     router = torch.randn(_EXPERTS, config.hidden, generator=source)
@@ -126,29 +124,13 @@ def copied(placer: Any, seed: int) -> CopiedRun:
         return most, said
 
     ranks = run_ranks(_RANKS, on, meter=meter, ranks_per_node=_PER_NODE)
-    wire = sum(
-        value for name, value in meter.totals().items() if "wire_bytes" in name and TAG in name
-    )
+    wire = wire_bytes(meter.totals(), TAG)
     counted = sum(said for _, said in ranks)
     return CopiedRun(tuple(most for most, _ in ranks), counted, abs(wire - counted))
 
 
 def errors(placer: Any, *, quick: bool) -> tuple[float, ...]:
     """Largest relative difference to one process after steps with copies, in float64."""
-    from shoal.claims.lab.same_as_one import same_as_one
-    from shoal.ir import TrainJob
-    from shoal.model.config import ModelConfig
-
-    config = ModelConfig(
-        name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=2, num_heads=4,
-        num_kv_heads=4, head_dim=8, ffn_hidden=16, num_experts=4, top_k=_TOP_K, max_position=64,
-    )  # fmt: skip
-    errors = []
-    for split in SPLITS[: 1 if quick else None]:
-        job = TrainJob(
-            model="shoal-0.3m", seq_len=16, global_batch=4, microbatch=1, precision="fp32",
-            parallel={**split, "placer": placer}, grad_clip=0.05, steps=1,
-        )  # fmt: skip
-        one = same_as_one(job, config, steps=3)
-        errors.append(max(one.loss, one.norm, one.gradient, one.parameter))
-    return tuple(errors)
+    config = mixture(32, 2, 4, 16)
+    splits = SPLITS[: 1 if quick else None]
+    return tuple(apart({**split, "placer": placer}, config, steps=3) for split in splits)

@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.bench.decode import LOOPS, distinct_runs
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave
+from shoal.claims.experiments.tiny import llama, served
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 from shoal.core.random import generator
 
@@ -66,57 +65,39 @@ class HogwildClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (143,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Compare scores; the full run also times, trains the mini-model once, and counts."""
         from shoal.claims.lab.sums import trained
 
-        errors = PairedSamples(method=_score_errors(context.seed, together=not as_baseline))
-        if quick:
-            return ClaimSamples(metrics={"score_error": errors})
-        context.progress("training the mini-model", 0.05)
-        mini = context.remember(
-            "sums", lambda: trained(progress=lambda text: context.progress(text, 0.05))
-        )
-        context.progress("sharing out sums", 0.4)
-        result = _shared_out(mini, self.problems, context.seed, together=not as_baseline)
-        context.progress("timing", 0.6)
-        timed = _Timing(context.model, context.seed)
-        seconds = timed.measure(self, 1 if as_baseline else 2, 1 if as_baseline else 4, context)
-        metrics = {
-            "score_error": errors,
-            "done_over_one": PairedSamples(method=result.two, baseline=result.one),
-            "done_over_isolated": PairedSamples(method=result.two, baseline=result.isolated),
-            "duplicate_work": PairedSamples(method=result.duplicates),
-        }
-        details: dict[str, JsonValue] = {
+        together = not run.as_baseline
+        run.put("score_error", _score_errors(run.seed, together=together))
+        if run.quick:
+            return
+        run.progress("training the mini-model", 0.05)
+        mini = run.remember("sums", lambda: trained(progress=lambda text: run.progress(text, 0.05)))
+        run.progress("sharing out sums", 0.4)
+        result = _shared_out(mini, self.problems, run.seed, together=together)
+        run.put("done_over_one", result.two, result.one)
+        run.put("done_over_isolated", result.two, result.isolated)
+        run.put("duplicate_work", result.duplicates)
+        run.progress("timing", 0.6)
+        timed = _Timing(run.context.model, run.seed)
+        seconds = timed.measure(self, run)
+        run.details |= {
             "training_s": json.loads((mini / "training.json").read_text())["seconds"],
-            "all_done": {**result.all_done},
-            "distinct_4_grams": {**timed.distinct},
+            "all_done": result.all_done,
+            "distinct_4_grams": timed.distinct,
             "rounds_left_out": self.pairs - len(seconds["one"]),
         }
         if not seconds["one"]:
             why = "every round has a text that repeats itself; give a model that does not"
-            skipped = dict.fromkeys(("two_workers", "four_workers"), why)
-            return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
-        speed = {name: float(1 / np.median(s)) for name, s in seconds.items()}
-        return ClaimSamples(
-            metrics={
-                **metrics,
-                "two_workers": PairedSamples(method=seconds["two"], baseline=seconds["one"]),
-                "four_workers": PairedSamples(method=seconds["four"], baseline=seconds["one"]),
-            },
-            peers={
-                "two_workers": PairedSamples(
-                    method=tuple(1 / s for s in seconds["one"]),
-                    baseline=tuple(1 / s for s in seconds["engine"]),
-                )
-            },
-            bounds={"two_workers": 2.0, "four_workers": 4.0},
-            profile=timed.profile(seconds),
-            details={**details, "tokens_per_s": speed},
-        )
+            run.skip(why, "two_workers", "four_workers")
+            return
+        run.put("two_workers", seconds["two"], seconds["one"], bound=2.0)
+        run.put("four_workers", seconds["four"], seconds["one"], bound=4.0)
+        run.put_peer("two_workers", seconds["one"], seconds["engine"])
+        run.details["tokens_per_s"] = {name: 1 / np.median(s) for name, s in seconds.items()}
+        run.profile = timed.profile(seconds)
 
 
 # Scores
@@ -129,16 +110,12 @@ def _score_errors(seed: int, *, together: bool) -> tuple[float, ...]:
     """
     import torch
 
-    from shoal.model.config import ModelConfig
     from shoal.serve.decode.hogwild.blocks import BlockStore
     from shoal.serve.decode.hogwild.forward import Forward
     from shoal.serve.decode.hogwild.views import Feed, HogwildView
     from shoal.train.zoo import random
 
-    config = ModelConfig(
-        vocab_size=96, hidden=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
-        ffn_hidden=96, initializer_range=0.15,
-    )  # fmt: skip
+    config = llama(64, 1, 4, kv_heads=2, vocab=96, ffn=96, initializer_range=0.15)
     model = random(config, seed).double().requires_grad_(False)
     store = BlockStore(model, 200, longest=200, num_blocks=4)
     forward = Forward(model, store)
@@ -234,16 +211,14 @@ def _write(
         kv_tokens=64 * 256,
         max_position=model.config.max_position,
     )
-    texts = []
-    for number, prompt in enumerate(prompts):
-        params = {"temperature": 1.0, "max_tokens": 40, "stop_ids": frozenset({END})}
-        requests = _requests(f"p{number}-", prompt, len(workers), seed + 2 * number, params)
-        for request in requests:
-            engine.add(request)
-        texts.append(requests)
-    while engine.busy:
-        engine.step()
-    return [[one.tokens[one.n_prompt :] for one in asked] for asked in texts]
+    params = {"temperature": 1.0, "max_tokens": 40, "stop_ids": frozenset({END})}
+    asked = [
+        request
+        for number, prompt in enumerate(prompts)
+        for request in _requests(f"p{number}-", prompt, len(workers), seed + 2 * number, params)
+    ]
+    texts = served(engine, asked)
+    return [texts[n : n + len(workers)] for n in range(0, len(texts), len(workers))]
 
 
 def _requests(
@@ -269,39 +244,34 @@ def _requests(
 class _Timing:
     """Engines with one, two and four workers, and the serving engine, on one model."""
 
-    def __init__(self, directory: str | None, seed: int, layout: str = "contiguous") -> None:
+    def __init__(self, directory: str | None, seed: int) -> None:
         from shoal.ir import ServeJob
         from shoal.model import huggingface
-        from shoal.model.config import ModelConfig
         from shoal.serve.engine.build import prepare
         from shoal.train.zoo import random
 
-        config = ModelConfig(
-            name="27m", vocab_size=2048, hidden=512, num_layers=8, num_heads=8, num_kv_heads=8,
-            head_dim=64, ffn_hidden=1376, max_position=_POSITIONS, tied=True,
-        )  # fmt: skip
+        config = llama(512, 8, 8, vocab=2048, ffn=1376, length=_POSITIONS, name="27m", tied=True)
         self._job = ServeJob(
             model=directory or config.name, precision="bf16", kv_tokens=8192, max_running=8
         )
         read = random(config, seed) if directory is None else huggingface.read(Path(directory))
         self._model = prepare(self._job, read)
-        self._seed, self._layout = seed, layout
+        self._seed = seed
         vocab = self._model.config.vocab_size
         source = generator(seed, purpose="hogwild prompt")
         self._prompt = tuple(source.integers(0, vocab, _CONTEXT).tolist())
         self._workers: dict[str, int] = {}
         self.distinct: dict[str, float] = {}
 
-    def measure(
-        self, part: HogwildClaim, two: int, four: int, context: ExperimentContext
-    ) -> dict[str, tuple[float, ...]]:
+    def measure(self, part: HogwildClaim, run: ClaimRun) -> dict[str, tuple[float, ...]]:
         """Seconds of a token, by arm, of the rounds in which no text repeats itself."""
         from shoal.serve.engine.build import engine_of
 
         tokens = _WARM + (part.pairs + 3) * part.steps
         params: dict[str, object] = {"temperature": 1.0, "top_k": 50, "max_tokens": tokens}
         engines = {"engine": engine_of(self._job, self._model)[0]}
-        self._workers = {"engine": 1, "one": 1, "two": two, "four": four}
+        workers = {"engine": 1, "one": 1, "two": 2, "four": 4}
+        self._workers = run.arms(workers, {"two": "one", "four": "one"})
         arms: dict[str, Callable[[], None]] = {}
         texts: dict[str, list[Request]] = {}
         ends: dict[str, list[int]] = {name: [] for name in self._workers}
@@ -324,12 +294,8 @@ class _Timing:
                 ends.append(len(first.tokens))
 
             arms[name] = steps
-        timed = interleave(
-            arms,
-            part.pairs,
-            seed=self._seed,
-            progress=lambda text, share: context.progress(text, 0.65 + 0.35 * share),
-        )
+        # Who is in the place of whom is in the engines themselves.
+        timed = run.race(arms, part.pairs, swaps={})
         lowest = [1.0] * part.pairs
         for name, requests in texts.items():
             shares = [_distinct(requests, end) for end in ends[name][-part.pairs :]]
@@ -338,7 +304,7 @@ class _Timing:
         return {
             name: tuple(
                 seconds / part.steps / number
-                for seconds, share in zip(timed.seconds[name], lowest, strict=True)
+                for seconds, share in zip(timed[name], lowest, strict=True)
                 if share >= LOOPS
             )
             for name, number in self._workers.items()
@@ -350,7 +316,7 @@ class _Timing:
 
         return HogwildEngine(
             self._model,
-            Hogwild(workers=workers, layout=self._layout, probe_every=0),
+            Hogwild(workers=workers, layout="contiguous", probe_every=0),
             _words,
             kv_tokens=16384,
             max_position=_POSITIONS,

@@ -15,26 +15,26 @@ The A/A run has hosts in turn.
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+import itertools
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.arch_training import mini
+from shoal.claims.experiments.tiny import train_job
+from shoal.claims.frame import ClaimRun
+from shoal.claims.ranks import on_ranks, slowest
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.machine.emulate import emulate, unavailable
 
 if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Sequence
-
     from shoal.plan.topology.clusters import Clusters
 
 __all__ = ["HolmesClaim"]
 
-_RANKS = "shoal.claims.experiments.holmes_ranks:time_steps"
+_RANKS = "shoal.claims.experiments.co2_ranks:time_steps"
 # Models, and ranks of a layer with which they fit.
 _MODELS = (("Llama-3.2-3B", 1), ("Qwen3-4B", 1), ("Llama-3-8B", 2))
 _GBIT = 1e9 / 8
@@ -45,14 +45,14 @@ class HolmesClaim(BaseClaim):
     """Ranks that know their networks beside ranks that do not.
 
     Args:
-        global_batches: sequences of simulated steps, of 2,048 tokens.
+        global_batches: sequences of simulated steps, of 2,048 tokens; at least one a device.
         microbatch: of them in a pass.
         bandwidth: byte/s between the pairs of processes.
         steps: timed steps of a turn.
         turns: how often both placements are timed.
     """
 
-    global_batches: tuple[int, ...] = (256, 512)
+    global_batches: tuple[Annotated[int, Ge(32)], ...] = (256, 512)
     microbatch: Annotated[int, Ge(1)] = 1
     bandwidth: Annotated[float, Ge(1)] = 6.25e6
     steps: Annotated[int, Ge(1)] = 3
@@ -62,56 +62,39 @@ class HolmesClaim(BaseClaim):
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.global_batches) and min(self.global_batches) >= 32,
-            "claim.holmes.global_batches",
-            list(self.global_batches),
-            expected="numbers of 32 sequences or more, one for each device",
-        )
+        some = bool(self.global_batches)
+        require(some, "claim.holmes.global_batches", [], expected="at least one number")
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        context.progress("simulated steps", 0.02)
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        run.progress("simulated steps", 0.02)
         fields = {
             f"{model}, {size} sequences": self._simulated(model, tp, size)
             for model, tp in _MODELS
             for size in self.global_batches
         }
-        ours = tuple(one["in turn" if as_baseline else "plan"] for one in fields.values())
-        context.progress("all orders of eight ranks", 0.1)
-        metrics = {
-            "simulated": PairedSamples(
-                method=ours, baseline=tuple(one["in turn"] for one in fields.values())
-            ),
-            "of_rdma": PairedSamples(
-                method=ours, baseline=tuple(one["rdma"] for one in fields.values())
-            ),
-            "crossing": PairedSamples(
-                method=tuple(
-                    one["turn crossing" if as_baseline else "crossing"] for one in fields.values()
-                )
-            ),
-            "over_best": PairedSamples(method=_over_best(in_turn=as_baseline)),
-        }
-        details: dict[str, Any] = {"simulated_s": fields}
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
+        ours = [one[run.pick("plan", "in turn")] for one in fields.values()]
+        run.progress("all orders of eight ranks", 0.1)
+        run.put("simulated", ours, (one["in turn"] for one in fields.values()))
+        run.put("of_rdma", ours, (one["rdma"] for one in fields.values()))
+        crossing = run.pick("crossing", "turn crossing")
+        run.put("crossing", (one[crossing] for one in fields.values()))
+        run.put("over_best", _over_best(in_turn=run.as_baseline))
+        run.details["simulated_s"] = fields
+        if run.quick:
+            return
         why = unavailable()
         if why is not None:
-            skipped = dict.fromkeys(("real", "other_weights"), why)
-            return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
-        context.progress("steps in two pairs of namespaces", 0.2)
-        timed = self._timed(as_baseline=as_baseline)
-        metrics["real"] = PairedSamples(
-            method=tuple(timed["plan"]), baseline=tuple(timed["in turn"])
+            run.skip(why, "real", "other_weights")
+            return
+        run.progress("steps in two pairs of namespaces", 0.2)
+        seconds, unlike = self._timed(run)
+        run.put("real", seconds["plan"], seconds["in turn"])
+        run.put("other_weights", unlike)
+        run.details["step_s"] = {**seconds, "unlike": [float(unlike)]}
+        run.profile = ", ".join(
+            f"{name} {1e3 * sorted(of)[len(of) // 2]:.0f} ms a step" for name, of in seconds.items()
         )
-        metrics["other_weights"] = PairedSamples(method=(timed["unlike"][0],))
-        details["step_s"] = timed
-        middle = {name: sorted(timed[name])[len(timed[name]) // 2] for name in ("plan", "in turn")}
-        profile = ", ".join(f"{name} {1e3 * s:.0f} ms a step" for name, s in middle.items())
-        return ClaimSamples(metrics=metrics, details=details, profile=profile)
 
     def _simulated(self, model: str, tp: int, size: int) -> dict[str, float]:
         """Seconds of a step of a model, and dp groups between clusters."""
@@ -120,12 +103,7 @@ class HolmesClaim(BaseClaim):
         from shoal.plan.topology.order import Price, plan_order
         from shoal.plan.topology.ways import interleaved
 
-        job = TrainJob(
-            model=model,
-            seq_len=2048,
-            global_batch=size,
-            microbatch=self.microbatch,
-        )
+        job = TrainJob(model=model, seq_len=2048, global_batch=size, microbatch=self.microbatch)
         mixed = _clusters(("infiniband", 200), ("roce", 100))
         result = plan_order(job, mixed, pp=2, tp=tp)
         turn = interleaved(mixed)
@@ -138,69 +116,46 @@ class HolmesClaim(BaseClaim):
             "turn crossing": float(crossing(groups(mixed, turn, result.grid, "dp"))),
         }
 
-    def _timed(self, *, as_baseline: bool) -> dict[str, list[float]]:
+    def _timed(self, run: ClaimRun) -> tuple[dict[str, list[float]], int]:
         """Seconds of steps by placement, of the slowest rank; and weights that differ."""
-        from shoal.ir import TrainJob
-        from shoal.parallel.comm.processes import run_processes
         from shoal.plan.topology.order import plan_order
         from shoal.plan.topology.ways import interleaved
 
         # A process is a node; the two of a namespace are a cluster.
         pairs = _clusters(("ethernet", 40), ("ethernet", 40), per_node=1)
-        job = TrainJob.model_validate(
-            {
-                "model": "shoal-1m",
-                "seq_len": 128,
-                "global_batch": 8,
-                "microbatch": 1,
-                "precision": "fp32",
-                "optimizer": {"name": "adamw", "lr": 2e-3},
-            }
+        job = train_job(
+            model="shoal-1m",
+            seq_len=128,
+            global_batch=8,
+            microbatch=1,
+            optimizer={"name": "adamw", "lr": 2e-3},
         )
         order = plan_order(job, pairs, pp=2, tp=1)
         split = order.parallel().model_copy(update={"stages": (3, 3)})
-        given = {
-            "job": job.model_copy(update={"parallel": split}).model_dump(mode="json"),
-            "config": _config(),
-            "steps": self.steps,
-        }
-        turn = interleaved(pairs)
-        where = {"plan": turn if as_baseline else order.devices, "in turn": turn}
+        job = job.model_copy(update={"parallel": split})
+        where = run.arms(
+            {"plan": order.devices, "in turn": interleaved(pairs)}, {"plan": "in turn"}
+        )
         seconds: dict[str, list[float]] = {name: [] for name in where}
-        norms: dict[str, list[list[float]]] = {name: [] for name in where}
+        norms: dict[str, list[list[float]]] = {}
         with emulate(2, bandwidth=self.bandwidth) as network:
-
-            def start(
-                devices: Sequence[int], rank: int, command: Sequence[str], **options: Any
-            ) -> subprocess.Popen[Any]:
-                host = pairs.places[devices[rank]].cluster
-                return network.start(host, command, **options)
-
             for number in range(self.turns):
                 for name in list(where)[:: -1 if number % 2 else 1]:
-                    ranks = run_processes(
+                    ranks = on_ranks(
                         _RANKS,
                         4,
-                        given,
+                        network=network,
+                        hosts=[pairs.places[device].cluster for device in where[name]],
                         ranks_per_node=1,
                         timeout_s=300.0,
-                        start=functools.partial(start, where[name]),
+                        job=job,
+                        config=mini(128, 6, tied=False),
+                        steps=self.steps,
                     )
-                    each = zip(*(rank["seconds"] for rank in ranks), strict=True)
-                    seconds[name].append(sorted(max(one) for one in each)[self.steps // 2])
+                    seconds[name].append(sorted(slowest(ranks, "seconds"))[self.steps // 2])
                     norms[name] = [rank["norms"] for rank in ranks]
-        unlike = sum(
-            a != b
-            for one, other in zip(norms["plan"], norms["in turn"], strict=True)
-            for a, b in zip(one, other, strict=True)
-        )
-        return {**seconds, "unlike": [float(unlike)]}
-
-
-def _config() -> dict[str, Any]:
-    from shoal.claims.experiments.arch_training import mini
-
-    return mini(128, 6, tied=False).model_dump(mode="json")
+        ours, theirs = (itertools.chain(*norms[name]) for name in where)
+        return seconds, sum(a != b for a, b in zip(ours, theirs, strict=True))
 
 
 def _clusters(*networks: tuple[str, float], nodes: int = 2, per_node: int = 8) -> Clusters:

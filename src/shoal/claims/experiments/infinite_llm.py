@@ -19,10 +19,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -67,18 +67,12 @@ class InfiniteLLM(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (39,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Measure contexts and count bytes; then, unless it is quick, time both."""
-        metrics: dict[str, PairedSamples] = {}
-        details: dict[str, JsonValue] = {}
         with ExitStack() as stack:
-            self._contexts(context, stack, metrics, details, quick=quick, lend=not as_baseline)
-        profile = ""
-        if not quick:
-            profile = self._throughput(context, metrics, details, as_baseline=as_baseline)
-        return ClaimSamples(metrics=metrics, details=details, profile=profile)
+            self._contexts(run, stack)
+        if not run.quick:
+            self._throughput(run)
 
     def _model(self, context: ExperimentContext, *, quick: bool) -> Path:
         from shoal.claims.experiments.energon_ai_runs import model_of
@@ -90,23 +84,15 @@ class InfiniteLLM(BaseClaim):
             huggingface.write(where, model_of(*shape, context.seed, longest=_LONGEST))
         return where
 
-    def _contexts(
-        self,
-        context: ExperimentContext,
-        stack: ExitStack,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        *,
-        quick: bool,
-        lend: bool,
-    ) -> None:
+    def _contexts(self, run: ClaimRun, stack: ExitStack) -> None:
         from shoal.claims.experiments import infinite_llm_runs as runs
         from shoal.model import huggingface
 
-        where = self._model(context, quick=quick)
+        quick, lend, seed = run.quick, not run.as_baseline, run.seed
+        where = self._model(run.context, quick=quick)
         served = runs.job(where, 512 if quick else self.room)
         if quick:
-            near = runs.NearbyInstances(served, context.work_dir / f"near{lend}", lend=lend)
+            near = runs.NearbyInstances(served, run.work_dir / f"near{lend}", lend=lend)
             stack.callback(near.close)
             own, lent, size, ledger = near.own, near.lent, near.registry.block_size, near.registry
         else:
@@ -115,8 +101,8 @@ class InfiniteLLM(BaseClaim):
             size, ledger = engine.block_size, engine.registry
         most = runs.longest(ledger, own, lent, 100 * own * size)
         # Its last token is never kept.
-        made = runs.requests(context.seed, (most - 31, 32))
-        again = runs.requests(context.seed, (most - 31, 32))
+        made = runs.requests(seed, (most - 31, 32))
+        again = runs.requests(seed, (most - 31, 32))
         ran = near.serve(made) if quick else runs.serve(engine, made)
         want = runs.alone(huggingface.read(where), again)
         wrong = sum(a != b for a, b in zip(ran.tokens[0], want[0], strict=True))
@@ -124,17 +110,15 @@ class InfiniteLLM(BaseClaim):
         kept = -(-own // 20)  # a twentieth of an instance is not lent
         said = min(3 * own, own + 2 * (own - kept)) * size
         stats = ran.stats
-        metrics["longest_context"] = PairedSamples(method=(float(most),), baseline=(float(alone),))
-        metrics["longest_context_off"] = PairedSamples(method=(float(abs(most - said)),))
-        metrics["wrong_tokens"] = PairedSamples(method=(float(wrong),))
+        run.put("longest_context", most, alone)
+        run.put("longest_context_off", abs(most - said))
+        run.put("wrong_tokens", wrong)
         helped = stats["helped_tokens_total"] or 1.0
         # Without lending every key and value would have to come here.
         spared = stats["spared_bytes_total"] or 1.0
         moved = stats["helped_bytes_total"] or 1.0
-        metrics["moved_bytes"] = PairedSamples(
-            method=(moved / helped,), baseline=(spared / helped,)
-        )
-        details["contexts"] = {
+        run.put("moved_bytes", moved / helped, spared / helped)
+        run.details["contexts"] = {
             "longest_tokens": most,
             "alone_tokens": alone,
             "decode_tokens_with_help": stats["helped_tokens_total"],
@@ -143,24 +127,16 @@ class InfiniteLLM(BaseClaim):
             "blocks_moved": stats["blocks_moved"],
         }
 
-    def _throughput(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        *,
-        as_baseline: bool,
-    ) -> str:
-        ours, apart = context.remember("runs", lambda: self._timed(context, details))
-        taken = apart if as_baseline else ours
-        metrics["throughput"] = PairedSamples(
-            method=tuple(one.seconds for one in taken),
-            baseline=tuple(one.seconds for one in apart),
+    def _throughput(self, run: ClaimRun) -> None:
+        ours, apart = run.remember("runs", lambda: self._serve(run))
+        run.put(
+            "throughput",
+            *((one.seconds for one in some) for some in (run.pick(ours, apart), apart)),
         )
         names = ("preemptions_total", "steps_total", "step_seconds_total", "blocks_moved")
         notes = []
         for name, runs in (("lending", ours), ("apart", apart)):
-            details[name] = {
+            run.details[name] = {
                 "seconds": [round(one.seconds, 3) for one in runs],
                 "tokens_per_s": [round(one.rate, 1) for one in runs],
                 **{key: [round(one.stats.get(key, 0.0), 3) for one in runs] for key in names},
@@ -171,15 +147,13 @@ class InfiniteLLM(BaseClaim):
                 f"gave way, {first.stats['tokens_computed_total']:.0f} tokens computed for "
                 f"{sum(map(len, first.tokens))} new ones"
             )
-        return "; ".join(notes)
+        run.profile = "; ".join(notes)
 
-    def _timed(
-        self, context: ExperimentContext, details: dict[str, JsonValue]
-    ) -> tuple[list[ServedRun], list[ServedRun]]:
+    def _serve(self, run: ClaimRun) -> tuple[list[ServedRun], list[ServedRun]]:
         from shoal.claims.experiments import infinite_llm_runs as runs
         from shoal.core.measure import check_quiet
 
-        where = self._model(context, quick=False)
+        where = self._model(run.context, quick=False)
         served = runs.job(where, self.kv_tokens)
         shapes = [(self.short, self.short_new)] * self.shorts
         shapes.append((self.long, self.long_new))
@@ -188,17 +162,17 @@ class InfiniteLLM(BaseClaim):
         check_quiet(wait_s=60.0)
         with runs.DistKVEngine(served) as lending, runs.DistKVEngine(served, lend=False) as others:
             for turn in range(self.rounds):
-                context.progress("throughput", 0.3 + 0.6 * turn / self.rounds)
+                run.progress("throughput", 0.3 + 0.6 * turn / self.rounds)
                 pair = [(ours, lending), (apart, others)]
                 for result, engine in pair if turn % 2 == 0 else reversed(pair):
-                    result.append(runs.serve(engine, runs.requests(context.seed + turn, *shapes)))
-        context.progress("tensor parallel", 0.95)
+                    result.append(runs.serve(engine, runs.requests(run.seed + turn, *shapes)))
+        run.progress("tensor parallel", 0.95)
         split = runs.job(where, 3 * self.kv_tokens, kv="paged", parallel={"tp": 3})
-        ran = runs.ranked(split, runs.requests(context.seed, *shapes))
-        details["tensor_parallel"] = {"seconds": ran.seconds, "tokens_per_s": ran.rate}
+        ran = runs.ranked(split, runs.requests(run.seed, *shapes))
+        run.details["tensor_parallel"] = {"seconds": ran.seconds, "tokens_per_s": ran.rate}
         same = [
             sum(a == b for a, b in zip(one.tokens, other.tokens, strict=True))
             for one, other in zip(ours, apart, strict=True)
         ]
-        details["requests_with_equal_tokens"] = [*same]
+        run.details["requests_with_equal_tokens"] = same
         return ours, apart

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.claims.experiments.tiny import served
 from shoal.core.errors import ServeError
 from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams, ServeJob
@@ -111,11 +112,7 @@ def serve(engine: DistKVEngine, made: Sequence[Request]) -> ServedRun:
 def served_apart(engine: Engine, made: Sequence[Request]) -> ServedRun:
     """The same by one engine, such as one of ranks."""
     began = time.perf_counter()
-    for request in made:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-    tokens = [one.tokens[one.n_prompt :] for one in made]
+    tokens = served(engine, made)
     return ServedRun(time.perf_counter() - began, tokens, dict(engine.stats()))
 
 

@@ -20,24 +20,22 @@ import json
 import os
 import random
 import statistics
-import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.cached import own_home
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import losses_of, run_plan
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import ShoalError
-from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.machine.described import load
 from shoal.machine.emulate import emulate, unavailable
 from shoal.plan.memory.survival import Survival, sampled
 
@@ -72,38 +70,31 @@ class InMemoryFT(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (62,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Decode, count and simulate; kill and go on; time."""
-        details: dict[str, JsonValue] = {}
-        metrics = _counted(as_baseline, details)
-        metrics["decoded"] = PairedSamples(method=tuple(_decoded(context.seed, as_baseline)))
-        trials = min(self.trials, 20_000) if quick else self.trials
-        metrics["survival_error"] = _survival(context.seed, trials, as_baseline, details)
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        result = context.remember("runs", lambda: self._runs(context))
-        details |= result["details"]
-        side = "disk" if as_baseline else "memory"
+        _count(run)
+        run.put("decoded", _decoded(run.seed, run.as_baseline))
+        _survival(run, min(self.trials, 20_000) if run.quick else self.trials)
+        if run.quick:
+            return
+        result = run.remember("runs", lambda: self._runs(run.context))
+        run.details |= result["details"]
+        side = run.pick("memory", "disk")
         for name in ("recovered", "steps_lost", "same_losses", "recovery_s"):
-            metrics[name] = PairedSamples(method=tuple(result[side][name]))
-        times = context.remember("times", lambda: self._times(context))
+            run.put(name, result[side][name])
+        times = run.remember("times", lambda: self._times(run.context))
         none, mine, disk = (times[mode] for mode in ("none", side, "disk"))
-        metrics["step_ratio"] = PairedSamples(method=tuple(mine), baseline=tuple(none))
-        over = [max(m - n, 1e-3 * n) for m, n in zip(mine, none, strict=True)]
-        metrics["disk_over_memory"] = PairedSamples(
-            method=tuple(over),
-            baseline=tuple(max(d - n, 0.0) for d, n in zip(disk, none, strict=True)),
+        run.put("step_ratio", mine, none)
+        run.put(
+            "disk_over_memory",
+            (max(m - n, 1e-3 * n) for m, n in zip(mine, none, strict=True)),
+            (max(d - n, 0.0) for d, n in zip(disk, none, strict=True)),
         )
-        details["snapshots"] = times["settled"]
-        cost = times["settled"]
-        return ClaimSamples(
-            metrics=metrics,
-            details=details,
-            profile=f"a step {1e3 * statistics.median(none):.0f} ms; of a snapshot copying "
+        cost = run.details["snapshots"] = times["settled"]
+        run.profile = (
+            f"a step {1e3 * statistics.median(none):.0f} ms; of a snapshot copying "
             f"{1e3 * cost['busy_s']:.1f} ms, coding {1e3 * cost['code_s']:.0f} ms beside the "
-            f"computation on shared cores, waiting {1e3 * cost['waited_s']:.1f} ms",
+            f"computation on shared cores, waiting {1e3 * cost['waited_s']:.1f} ms"
         )
 
     def _runs(self, context: ExperimentContext) -> dict[str, Any]:
@@ -141,18 +132,13 @@ class InMemoryFT(BaseClaim):
             execute(_plan(context, steps, None), right, hosts=hosts)
             context.progress("trainers and nodes are killed", 0.15)
             error = ""
+            plan, times = _plan(context, steps, "xor"), len(faults)
             try:
-                execute(
-                    _plan(context, steps, "xor"),
-                    run,
-                    restarts=len(faults),
-                    inject=inject,
-                    hosts=hosts,
-                )
+                execute(plan, run, restarts=times, inject=inject, hosts=hosts)
             except ShoalError as cause:
                 error = str(cause)
         events = list(read_events(run / "events.jsonl"))
-        wanted, got = _losses(read_events(right / "events.jsonl")), _losses(events)
+        wanted, got = losses_of(read_events(right / "events.jsonl")), losses_of(events)
         result = _report(events, killed, starts)
         first = faults[0][0] / steps
         return {
@@ -217,37 +203,17 @@ class InMemoryFT(BaseClaim):
 
 
 def _plan(context: ExperimentContext, steps: int, memory: str | None, **changes: Any) -> Any:
-    from shoal.cost.shapes import find
-    from shoal.cost.training.step import estimate
-    from shoal.ir import TrainJob, TrainPlan, Work
-
-    corpus = context.work_dir / "corpus"
-    if not corpus.exists():
-        corpus.mkdir(parents=True)
-        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]:
-            write_atomic(corpus / path.name, path.read_bytes()[:40_000])
-    job = TrainJob.model_validate(
-        {
-            "name": "inmemory",
-            "model": _MODEL,
-            "data": {"name": "text", "path": str(corpus), "pattern": "*.py"},
-            "steps": steps,
-            "seq_len": 128,
-            "global_batch": 2 * _WORLD,
-            "threads": 1,
-            "precision": "fp32",
-            "parallel": {"dp": _WORLD},
-            "seed": context.seed,
-            "checkpoint": {"every": _DISK_EVERY, "keep": 2, "memory": memory},
-            "evaluation": {"every": 0, "final": False, "sample_tokens": 0},
-            "timeout_s": 60,
-            **changes,
-        }
+    fields = {"seq_len": 128, "global_batch": 2 * _WORLD, **changes}
+    return run_plan(
+        context,
+        60,
+        name="inmemory",
+        model=_MODEL,
+        steps=steps,
+        parallel={"dp": _WORLD},
+        checkpoint={"every": _DISK_EVERY, "keep": 2, "memory": memory},
+        **fields,
     )
-    machine = context.machine or load("laptop")
-    shape = find(job.model)
-    cost = estimate(Work(shape=shape, job=job), machine)
-    return TrainPlan(job=job, machine=machine, shape=shape, estimate=cost)
 
 
 def _report(
@@ -279,11 +245,6 @@ def _report(
     return result
 
 
-def _losses(events: Any) -> dict[int, float]:
-    """Step -> loss; the last time a step was done counts."""
-    return {e["step"]: e["loss"] for e in events if e["kind"] == "step"}
-
-
 def _created(pid: int) -> float:
     """When a process was started, in seconds of the monotonic clock."""
     after_boot = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -291,7 +252,7 @@ def _created(pid: int) -> float:
     return time.monotonic() - age
 
 
-def _counted(as_baseline: bool, details: dict[str, JsonValue]) -> dict[str, PairedSamples]:
+def _count(run: ClaimRun) -> None:
     """Bytes that each node copies and keeps of the model's weights and optimizer state."""
     from shoal.checkpoint.inmemory import MEMORY_CODES
     from shoal.checkpoint.inmemory.layout import BoxEntry, piece_bytes, shares
@@ -311,16 +272,12 @@ def _counted(as_baseline: bool, details: dict[str, JsonValue]) -> dict[str, Pair
         entries.append(BoxEntry(f"step.{name}", "float32", (), (), (), 4))
     total = sum(entry.nbytes for entry in entries)
     pieces = [piece_bytes(s) for s in shares(dict.fromkeys(range(_WORLD), entries)).values()]
-    stripes = Stripes.of(
-        MEMORY_CODES.build("copies" if as_baseline else "xor"), _WORLD, max(pieces)
-    )
-    copied = [float(total)] * _WORLD if as_baseline else pieces
+    stripes = Stripes.of(MEMORY_CODES.build(run.pick("xor", "copies")), _WORLD, max(pieces))
+    copied = run.pick(pieces, [total] * _WORLD)
     parity = stripes.parity * stripes.block
-    details["state_bytes"] = total
-    return {
-        "copied_share": PairedSamples(method=tuple(c / (total / _WORLD) for c in copied)),
-        "parity_share": PairedSamples(method=(parity / (max(pieces) / (_WORLD - 1)),)),
-    }
+    run.details["state_bytes"] = total
+    run.put("copied_share", (c / (total / _WORLD) for c in copied))
+    run.put("parity_share", parity / (max(pieces) / (_WORLD - 1)))
 
 
 def _decoded(seed: int, as_baseline: bool) -> list[float]:
@@ -359,18 +316,15 @@ def _decoded(seed: int, as_baseline: bool) -> list[float]:
     return values
 
 
-def _survival(
-    seed: int, trials: int, as_baseline: bool, details: dict[str, JsonValue]
-) -> PairedSamples:
+def _survival(run: ClaimRun, trials: int) -> None:
     """Simulated against computed survival of jobs that fail early, evenly and late."""
-    simulated, computed = [], []
+    simulated, computed, hours = [], [], 48.0
     for shape, losses in ((0.8, 1), (1.0, 1), (1.5, 2)):
         job = Survival(nodes=64, group=4, losses=losses, mtbf_h=2000.0, shape=shape)
-        hours = 48.0
-        simulated.append(sampled(job, hours, trials=trials, seed=seed))
-        computed.append(job.uncoded(hours) if as_baseline else job.of_job(hours))
-    details["survival"] = list(simulated)
-    return PairedSamples(method=tuple(simulated), baseline=tuple(computed))
+        simulated.append(sampled(job, hours, trials=trials, seed=run.seed))
+        computed.append(job.uncoded(hours) if run.as_baseline else job.of_job(hours))
+    run.details["survival"] = simulated
+    run.put("survival_error", simulated, computed)
 
 
 @contextlib.contextmanager

@@ -15,16 +15,16 @@ over gathered ones, in bf16.
 from __future__ import annotations
 
 import functools
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import llama
+from shoal.claims.frame import ClaimRun
 from shoal.core.errors import require
-from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.kernel.calls import PagedAttentionCall
@@ -44,6 +44,7 @@ _SIGMA = 1.0
 _CALL = PagedAttentionCall(64, 1024, 32, 8, 128, 16, "bf16")
 # Caches in turn, so that none is still in the last level of the processor's own.
 _CACHES = 3
+_KERNELS = ("cpp", "torch")
 
 
 @part
@@ -62,31 +63,25 @@ class KSort(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (132,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Count; the full run also trains the model once, predicts and times, for minutes."""
-        metrics = _counted(context.seed, as_baseline)
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        result, details = self._model(context, as_baseline)
-        metrics |= result
-        context.progress("timing attention", 0.9)
-        timed, skipped, bounds, more = self._attention(context, as_baseline)
-        return ClaimSamples(
-            metrics=metrics | timed, skipped=skipped, bounds=bounds, details=details | more
-        )
+        _count(run)
+        if run.quick:
+            return
+        self._model(run)
+        run.progress("timing attention", 0.9)
+        self._attention(run)
 
-    def _model(
-        self, context: ExperimentContext, as_baseline: bool
-    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
+    def _model(self, run: ClaimRun) -> None:
         from shoal.corpora.files import from_path
         from shoal.corpora.tokens import prepare
         from shoal.model import huggingface
+        from shoal.model.ksort import ksort
         from shoal.train.quantize import calibration
         from shoal.train.zoo import trained
 
-        directory = context.remember(
+        context = run.context
+        directory = run.remember(
             "model", lambda: Path(context.model) if context.model else trained(_MODEL)
         )
         data = from_path(str(context.data)) if context.data else "stdlib"
@@ -97,13 +92,12 @@ class KSort(BaseClaim):
             f"heads of {config.head_dim}",
             expected=f"heads of {_HEAD}",
         )
-        text = context.remember(
+        text = run.remember(
             "text", lambda: prepare(data, str(directory / "tokenizer.json"), config.vocab_size)
         )
         tokens = calibration(
             text.heldout, samples=self.samples, length=256, vocab_size=config.vocab_size
         )
-        details: dict[str, JsonValue] = {}
         perplexity: dict[tuple[str, str], float] = {}
         errors: dict[tuple[str, str], list[float]] = {}
         total = 2 * (1 + 3 * len(_BLOCKS))
@@ -111,12 +105,12 @@ class KSort(BaseClaim):
         for kind in ("trained", "outliers"):
             model, change = _read(directory, kind, tokens, context.seed)
             sorted_, _ = _read(directory, kind, tokens, context.seed)
-            if not as_baseline:
-                _sort(sorted_)
+            if not run.as_baseline:
+                ksort(sorted_, by="weight", mode="pairs")
             if kind == "outliers":
                 logit_change = change
             for name, form, each in _variants(model, sorted_):
-                context.progress(f"{kind}: {name}", 0.05 + 0.85 * done / total)
+                run.progress(f"{kind}: {name}", 0.05 + 0.85 * done / total)
                 done += 1
 
                 def losses(
@@ -126,55 +120,40 @@ class KSort(BaseClaim):
 
                 # What is not sorted is the same in both runs.
                 key = f"{kind} {name}"
-                result = losses() if "sorted" in name else context.remember(key, losses)
+                result = losses() if "sorted" in name else run.remember(key, losses)
                 perplexity[kind, name], errors[kind, name] = result
-                details[key] = {"perplexity": result[0], "score_error": [*result[1]]}
+                run.details[key] = {"perplexity": result[0], "score_error": result[1]}
 
-        def removed(table: dict[tuple[str, str], list[float]], n: int) -> tuple[float, ...]:
+        def removed(table: dict[tuple[str, str], list[float]], n: int) -> list[float]:
             rows = (table["outliers", f"{name} {n}"] for name in ("bfp16", "bfp12", "sorted"))
-            return tuple((b - c) / (b - a) for a, b, c in zip(*rows, strict=True))
+            return [(b - c) / (b - a) for a, b, c in zip(*rows, strict=True)]
 
         of_text = {key: [value] for key, value in perplexity.items()}
         plain, moved = (perplexity["outliers", f"{name} 128"] for name in ("bfp12", "sorted"))
-        return {
-            "gap_removed_32": PairedSamples(method=removed(errors, 32)),
-            "gap_removed_64": PairedSamples(method=removed(errors, 64)),
-            "perplexity_removed_32": PairedSamples(method=removed(of_text, 32)),
-            "perplexity_change_128": PairedSamples(method=(abs(moved / plain - 1),)),
-            "logit_change": PairedSamples(method=(logit_change,)),
-        }, details
+        run.put("gap_removed_32", removed(errors, 32))
+        run.put("gap_removed_64", removed(errors, 64))
+        run.put("perplexity_removed_32", removed(of_text, 32))
+        run.put("perplexity_change_128", abs(moved / plain - 1))
+        run.put("logit_change", logit_change)
 
-    def _attention(
-        self, context: ExperimentContext, as_baseline: bool
-    ) -> tuple[dict[str, PairedSamples], dict[str, str], dict[str, float], dict[str, JsonValue]]:
+    def _attention(self, run: ClaimRun) -> None:
         from shoal.kernel.base import roof_s
         from shoal.kernel.dispatch import kernels_of
 
         kernels = kernels_of(_CALL.op)
         reason = kernels["cpp"].refuses(_CALL)
         if reason is not None:
-            return {}, {"attention_speedup": f"cpp {reason}"}, {}, {}
-        runs = {
-            "cpp": kernels["torch" if as_baseline else "cpp"].prepare(_CALL),
-            "torch": kernels["torch"].prepare(_CALL),
-        }
-        rounds = _Rounds(context.seed)
-        timed = interleave(
-            {name: functools.partial(rounds, run) for name, run in runs.items()},
-            self.pairs,
-            warmup=2,
-            seed=context.seed,
-        )
-        seconds = {name: timed.median(name).value for name in runs}
-        details: dict[str, JsonValue] = {
-            "attention_s": {**seconds},
-            "attention_bytes": _CALL.moved_bytes,
-        }
-        bounds = {}
-        if context.machine is not None:
-            bounds["attention_speedup"] = seconds["torch"] / roof_s(_CALL, context.machine)
-        pair = PairedSamples(method=timed.seconds["cpp"], baseline=timed.seconds["torch"])
-        return {"attention_speedup": pair}, {}, bounds, details
+            run.skip(f"cpp {reason}", "attention_speedup")
+            return
+        rounds = _Rounds(run.seed)
+        arms = {name: functools.partial(rounds, kernels[name].prepare(_CALL)) for name in _KERNELS}
+        timed = run.race(arms, self.pairs, swaps={"cpp": "torch"})
+        seconds = {name: statistics.median(timed[name]) for name in _KERNELS}
+        machine, bound = run.context.machine, None
+        if machine is not None:
+            bound = seconds["torch"] / roof_s(_CALL, machine)
+        run.put("attention_speedup", timed["cpp"], timed["torch"], bound=bound)
+        run.details |= {"attention_s": seconds, "attention_bytes": _CALL.moved_bytes}
 
 
 class _Rounds:
@@ -214,12 +193,6 @@ def _variants(
             (f"sorted {n}", f"bfp12-b{n}", sorted_),
         ]
     return variants
-
-
-def _sort(model: Transformer) -> None:
-    from shoal.model.ksort import ksort
-
-    ksort(model, by="weight", mode="pairs")
 
 
 def _read(directory: Path, kind: str, tokens_BT: Tensor, seed: int) -> tuple[Transformer, float]:
@@ -276,7 +249,7 @@ def _losses(
     return perplexity, [score_error(keys, q[::2], k[::2]) for q, k in seen]
 
 
-def _counted(seed: int, as_baseline: bool) -> dict[str, PairedSamples]:
+def _count(run: ClaimRun) -> None:
     """Bytes, and errors of normal numbers with lognormal sizes; no model is trained for it."""
     import torch
 
@@ -286,12 +259,12 @@ def _counted(seed: int, as_baseline: bool) -> dict[str, PairedSamples]:
     gaps: dict[int, list[float]] = {32: [], 64: []}
     moved = []
     for draw in range(5):
-        source = generator(seed, purpose="normal keys", index=draw)
+        source = generator(run.seed, purpose="normal keys", index=draw)
         factor = torch.from_numpy(source.lognormal(0.0, _SIGMA, (2, _HEAD // 2))).float()
         size_Kd = factor.repeat(1, 2)
         q = torch.from_numpy(source.standard_normal((128, 2, _HEAD), dtype="float32")) / size_Kd
         k = torch.from_numpy(source.standard_normal((256, 2, _HEAD), dtype="float32")) * size_Kd
-        order = None if as_baseline else channel_order(size_Kd)
+        order = None if run.as_baseline else channel_order(size_Kd)
         for n, result in gaps.items():
             high, low = kv_format(f"bfp16-b{n}"), kv_format(f"bfp12-b{n}")
             a, b = score_error(high, q, k), score_error(low, q, k)
@@ -305,27 +278,23 @@ def _counted(seed: int, as_baseline: bool) -> dict[str, PairedSamples]:
         name: sum(part.nbytes for part in kv_format(name).encode(k))
         for name in ("bfp16-b32", "bfp12-b32")
     }
-    small = size["bfp16-b32" if as_baseline else "bfp12-b32"]
-    return {
-        "bytes_ratio": PairedSamples(method=(size["bfp16-b32"] / small,)),
-        "normal_gap_removed_32": PairedSamples(method=tuple(gaps[32])),
-        "normal_gap_removed_64": PairedSamples(method=tuple(gaps[64])),
-        "score_change": PairedSamples(method=_score_changes(seed)),
-        "moved_codes_128": PairedSamples(method=tuple(moved)),
-    }
+    run.put("bytes_ratio", size["bfp16-b32"] / size[run.pick("bfp12-b32", "bfp16-b32")])
+    run.put("normal_gap_removed_32", gaps[32])
+    run.put("normal_gap_removed_64", gaps[64])
+    run.put("score_change", _score_changes(run.seed))
+    run.put("moved_codes_128", moved)
 
 
 def _score_changes(seed: int) -> tuple[float, ...]:
     """How far sorting moves the scores of small models, by mode; grouped queries, with biases."""
     import torch
 
-    from shoal.model.config import ModelConfig
     from shoal.model.ksort import captured, ksort
     from shoal.model.transformer import Transformer
 
-    config = ModelConfig(
-        vocab_size=64, hidden=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
-        ffn_hidden=64, max_position=512, attention_bias=True, family="qwen2",
+    config = llama(
+        64, 2, 4, kv_heads=2, vocab=64, ffn=64, length=512, head_dim=32, attention_bias=True,
+        family="qwen2",
     )  # fmt: skip
     tokens = torch.from_numpy(generator(seed, purpose="tokens").integers(0, 64, (1, 300)))
     changes = []

@@ -18,17 +18,16 @@ Inference with Communication Overlapping, 2025.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 from shoal.ir import Architecture
 
@@ -69,46 +68,30 @@ class LadderClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (63,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Count the sums; then, unless it is quick, train and decode."""
-        ours = "standard" if as_baseline else "ladder"
-        metrics: dict[str, PairedSamples] = {}
-        details: dict[str, JsonValue] = {}
-        self._count(context, ours, metrics)
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        self._train(context, ours, metrics, details)
-        profile = self._decode(context, ours, metrics, details)
-        # A ladder of as many sums can learn what the standard model does, and is as fast as none.
-        bounds = {"loss": 1.0, "converted_loss": 1.0, "of_prediction": 1.0}
-        return ClaimSamples(metrics=metrics, details=details, profile=profile, bounds=bounds)
-
-    def _count(
-        self, context: ExperimentContext, ours: str, metrics: dict[str, PairedSamples]
-    ) -> None:
-        """Sums of a step on two ranks, how late they are waited for, and the tokens."""
         from shoal.claims.experiments.ladder_ranks import counted
 
-        begun, late, wrong = counted(ours, context.seed)
-        standard, _, _ = counted("standard", context.seed)
-        metrics["sums_beyond_standard"] = PairedSamples(method=(float(begun - standard),))
-        metrics["wrong_tokens"] = PairedSamples(method=(float(wrong),))
-        metrics["reads_late"] = PairedSamples(method=(float(late),))
+        ours = run.pick("ladder", "standard")
+        # Sums of a step on two ranks, how late they are waited for, and the tokens.
+        begun, late, wrong = counted(ours, run.seed)
+        standard, _, _ = counted("standard", run.seed)
+        run.put("sums_beyond_standard", begun - standard)
+        run.put("wrong_tokens", wrong)
+        run.put("reads_late", late)
+        if run.quick:
+            return
+        self._train(run, ours)
+        self._decode(run, ours)
+        # A ladder of as many sums can learn what the standard model does, and is as fast as none.
+        run.bounds |= {"loss": 1.0, "converted_loss": 1.0, "of_prediction": 1.0}
 
-    def _train(
-        self,
-        context: ExperimentContext,
-        ours: str,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-    ) -> None:
+    def _train(self, run: ClaimRun, ours: str) -> None:
         from shoal.claims.experiments.arch_training import Recipe, heldout, mini, text, train
         from shoal.model.architecture import rebuilt
         from shoal.train.zoo import random
 
-        data = context.remember("text", lambda: text(context.data))
+        data = text(run.context.data)
         recipe, more = Recipe(steps=self.steps), Recipe(steps=max(1, self.steps // 10), lr=1e-3)
         losses: dict[str, list[float]] = {name: [] for name in ("ours", "standard")}
         after: dict[str, list[float]] = {name: [] for name in ("converted", "standard")}
@@ -117,8 +100,8 @@ class LadderClaim(BaseClaim):
             return heldout(model, data.heldout, recipe)
 
         for number in range(self.seeds):
-            seed = context.seed + number
-            context.progress(f"training, seed {seed}", number / self.seeds * 0.8)
+            seed = run.seed + number
+            run.progress(f"training, seed {seed}", number / self.seeds * 0.8)
 
             def made(name: str, seed: int = seed) -> Transformer:
                 config = mini(128, self.deep, architecture={"residual": name})
@@ -127,49 +110,39 @@ class LadderClaim(BaseClaim):
             def on(model: Transformer, seed: int = seed) -> float:
                 return loss_of(train(model, data.train, more, seed, first=self.steps))
 
-            standard = context.remember(f"standard {seed}", lambda: made("standard"))
+            standard = run.remember(f"standard {seed}", lambda: made("standard"))
             losses["standard"].append(loss_of(standard))
-            losses["ours"].append(
-                context.remember(f"{ours} {seed} loss", lambda: loss_of(made(ours)))
-            )
+            losses["ours"].append(run.remember(f"{ours} {seed} loss", lambda: loss_of(made(ours))))
             wiring: dict[str, Any] = {"name": ours}
             if ours == "ladder":
                 wiring |= {"layers": "upper_half", "rewire": True}
-            half = rebuilt(_copy(standard), Architecture.model_validate({"residual": wiring}))
-            whole = _copy(standard)
-            after["standard"].append(context.remember(f"standard {seed} on", partial(on, whole)))
+            half = rebuilt(
+                copy.deepcopy(standard), Architecture.model_validate({"residual": wiring})
+            )
+            whole = copy.deepcopy(standard)
+            after["standard"].append(run.remember(f"standard {seed} on", partial(on, whole)))
             after["converted"].append(on(half))
-        metrics["loss"] = PairedSamples(
-            method=tuple(losses["ours"]), baseline=tuple(losses["standard"])
-        )
-        metrics["converted_loss"] = PairedSamples(
-            method=tuple(after["converted"]), baseline=tuple(after["standard"])
-        )
-        details["training"] = {
+        run.put("loss", losses["ours"], losses["standard"])
+        run.put("converted_loss", after["converted"], after["standard"])
+        run.details["training"] = {
             "steps": self.steps,
             "bytes_a_step": recipe.batch * recipe.length,
-            "loss": {name: [*found] for name, found in losses.items()},
-            "loss_after_a_tenth_more": {name: [*found] for name, found in after.items()},
+            "loss": losses,
+            "loss_after_a_tenth_more": after,
         }
 
-    def _decode(
-        self,
-        context: ExperimentContext,
-        ours: str,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-    ) -> str:
+    def _decode(self, run: ClaimRun, ours: str) -> None:
         """Decode in turn; says where the time of a step goes."""
         from shoal.claims.experiments.ladder_ranks import Decoding
 
         def timed(*names: str, rounds: int = 5) -> Mapping[str, tuple[float, ...]]:
-            arms = {name: lambda name=name: runs.run(name) for name in names}
-            return interleave(arms, rounds, seed=context.seed).seconds
+            arms = {name: partial(runs.run, name) for name in names}
+            return run.race(arms, rounds, swaps={})
 
-        context.progress("decoding", 0.85)
+        run.progress("decoding", 0.85)
         sums = (2 * self.layers + 1) * self.tokens  # of each layer two, and of the embedding one
         with Decoding(
-            context.work_dir, self.hidden, self.layers, _REQUESTS, self.tokens, context.seed
+            run.work_dir, self.hidden, self.layers, _REQUESTS, self.tokens, run.seed
         ) as runs:
             runs.open("compute", "standard", sums=False)
             # The standard model's sums as they are on this host, then on slower and slower links.
@@ -184,13 +157,13 @@ class LadderClaim(BaseClaim):
             runs.open("ours", ours, latency_s=latency_s)
             runs.open("parallel", "parallel", latency_s=latency_s)
             each = timed("compute", "ours", "standard", "parallel", rounds=self.rounds)
-        metrics["decode"] = PairedSamples(method=each["ours"], baseline=each["standard"])
+        run.put("decode", each["ours"], each["standard"])
         alone = zip(each["compute"], each["standard"], strict=True)
-        longest = tuple(max(compute, standard - compute) for compute, standard in alone)
-        metrics["of_prediction"] = PairedSamples(method=each["ours"], baseline=longest)
+        longest = (max(compute, standard - compute) for compute, standard in alone)
+        run.put("of_prediction", each["ours"], longest)
         every = _REQUESTS * self.tokens
         share = 1 - median(each["compute"]) / median(each["standard"])
-        details["decoding"] = {
+        run.details["decoding"] = {
             "link_s": latency_s,
             "communication_share": share,
             "tokens_per_s": {name: every / median(seconds) for name, seconds in each.items()},
@@ -198,10 +171,6 @@ class LadderClaim(BaseClaim):
         steps = ", ".join(
             f"{name} {1e3 * median(seconds) / self.tokens:.1f}" for name, seconds in each.items()
         )
-        return f"ms a step: {steps}; {share:.0%} of the standard step is sums, {sums} an answer"
-
-
-def _copy(model: Transformer) -> Transformer:
-    import copy
-
-    return copy.deepcopy(model)
+        run.profile = (
+            f"ms a step: {steps}; {share:.0%} of the standard step is sums, {sums} an answer"
+        )

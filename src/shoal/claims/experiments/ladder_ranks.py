@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from shoal.claims.experiments.tiny import llama, requests, served
 from shoal.core.random import generator
-from shoal.ir import Request, SamplingParams, ServeJob
-from shoal.model.config import ModelConfig
+from shoal.ir import ServeJob
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
     from shoal.parallel.protocols import Comm
     from shoal.serve.ranks.workers import RankedEngine
@@ -23,20 +24,11 @@ _VOCAB = 1024
 
 def _config(kind: str, hidden: int, layers: int) -> ModelConfig:
     """A model whose attention and feed-forward layer take about as long."""
-    return ModelConfig(
-        family="parallel" if kind == "parallel" else "llama",
-        vocab_size=_VOCAB,
-        hidden=hidden,
-        num_layers=layers,
-        num_heads=max(2, hidden // 64),
-        num_kv_heads=max(2, hidden // 64),
-        head_dim=64,
-        ffn_hidden=2 * hidden,
-        max_position=256,
-        initializer_range=0.1,
-        tied=True,
+    return llama(
+        hidden, layers, max(2, hidden // 64), vocab=_VOCAB, ffn=2 * hidden, head_dim=64,
+        family="parallel" if kind == "parallel" else "llama", initializer_range=0.1, tied=True,
         architecture={"residual": "ladder" if kind == "ladder" else "standard"},
-    )
+    )  # fmt: skip
 
 
 class _Counting:
@@ -178,10 +170,8 @@ class Decoding:
 
     def run(self, name: str) -> None:
         """Generate all tokens of all requests."""
-        engine = self._engines[name]
-        for number in range(self._requests):
-            source = generator(self._seed, purpose="prompt", index=number)
-            prompt = source.integers(0, _VOCAB, 4).tolist()
-            engine.add(Request(f"{number}", prompt, 4, SamplingParams(max_tokens=self._tokens)))
-        while engine.busy:
-            engine.step()
+        prompts = (
+            generator(self._seed, purpose="prompt", index=number).integers(0, _VOCAB, 4).tolist()
+            for number in range(self._requests)
+        )
+        served(self._engines[name], requests(prompts, self._tokens))

@@ -16,18 +16,14 @@ Ulysses and of the ring, the ring in the place of zigzag, and makes one document
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import JsonValue
+from annotated_types import Ge, MultipleOf
 
-from shoal.claims.bench.attention.masks import (
-    MASKS,
-    build_mask,
-    document_lengths,
-    real_lengths,
-)
+from shoal.claims.bench.attention.masks import MASKS, build_mask, document_lengths, real_lengths
 from shoal.claims.bench.attention.values import (
     AttentionSettings,
     ContextRow,
@@ -35,10 +31,12 @@ from shoal.claims.bench.attention.values import (
     RankNetwork,
 )
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import ConfigError, require
+from shoal.claims.frame import ClaimRun, paired
+from shoal.claims.protocols import ExperimentContext, PairedSamples
+from shoal.core.errors import ConfigError
 from shoal.core.parts import part, table
 from shoal.ir.mask import Mask
+from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     from shoal.claims.bench.attention.context import AttentionCase
@@ -55,6 +53,8 @@ _SEQUENCES, _BATCHES = 16, 16
 # Between ranks that compute fast and ranks that compute slowly lies who wins.
 _SLOW = RankNetwork(flops=5e12)
 
+_Length = Annotated[int, MultipleOf(128), Ge(256)]
+
 
 @part
 class LCABench(BaseClaim):
@@ -67,66 +67,58 @@ class LCABench(BaseClaim):
         document_length: tokens of a sequence, for the waste under documents.
     """
 
-    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    context_length: int = 1024
-    document_length: int = 32768
+    lengths: tuple[_Length, ...] = (1024, 2048, 4096, 8192)
+    context_length: _Length = 1024
+    document_length: _Length = 32768
 
     rows: ClassVar[tuple[int, ...]] = (100,)
 
-    def __post_init__(self) -> None:
-        for length in (*self.lengths, self.context_length, self.document_length):
-            require(
-                length >= 256 and length % 128 == 0,
-                "claim.lca_bench lengths",
-                length,
-                expected="multiples of 128 of at least 256",
-            )
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Check every cell; the quick run and the A/A run have short sequences.
 
         Raises:
             DataError: this Python has no source whose files could be documents.
         """
-        import torch
-
-        pool = context.remember("lengths", real_lengths)
+        pool = run.remember("lengths", real_lengths)
+        quick, context, as_baseline = run.quick, run.context, run.as_baseline
         small = quick or as_baseline
-        threads = torch.get_num_threads()
-        if small:
-            # Threads that wait for each other cost more than such small products.
-            torch.set_num_threads(1)
-        try:
+        # Threads that wait for each other cost more than such small products.
+        with torch_threads(1 if small else 0):
             kernels = self._kernels(context, pool, small, as_baseline)
-            torch.set_num_threads(1)
+        with torch_threads(1):
             methods = self._methods(context, pool, quick)
-            causal_rows = self._causal_rows(context, pool) if as_baseline else methods
-            slow = [] if small else self._slow(context, pool)
-        finally:
-            torch.set_num_threads(threads)
+            causal_rows, slow = methods, []
+            if as_baseline:
+                causal_rows = [
+                    row
+                    for case in _cases(context, pool, 256)
+                    for row in _rows(
+                        context, case._replace(mask=Mask.causal(256)), 2, RankNetwork()
+                    )
+                ]
+            if not small:  # where computation binds instead
+                run.progress("slow ranks", 0.95)
+                slow = [
+                    row
+                    for case in _cases(context, pool, self.context_length)
+                    for ranks in (2, 4)
+                    for row in _rows(context, case, ranks, _SLOW)
+                ]
         cells: list[KernelRow | ContextRow] = [*kernels, *causal_rows]
-        wrong = sum(row.status in ("wrong", "failed") for row in cells)
-        metrics = {
-            "wrong_cells": _one(wrong),
-            "full_methods": _one(_full_methods(causal_rows)),
-            "ulysses_refused": PairedSamples(
-                method=_refused("zigzag" if as_baseline else "ulysses")
-            ),
-            "ring_imbalance_error": _imbalance(methods, "zigzag" if as_baseline else "ring"),
-            "zigzag_imbalance": PairedSamples(
-                method=_balances(methods, "ring" if as_baseline else "zigzag")
-            ),
-            "document_waste": _waste(pool, self.document_length, context.seed, as_baseline),
-        }
+        ulysses, ring = run.pick("ulysses", "zigzag"), run.pick("ring", "zigzag")
+        run.put("wrong_cells", sum(row.status in ("wrong", "failed") for row in cells))
+        run.put("full_methods", _full_methods(causal_rows))
+        run.put("ulysses_refused", _refused(ulysses))
+        shares = ((2 * n - 1) / n for n in sorted(RANKS))
+        run.put("ring_imbalance_error", _balances(methods, ring), shares)
+        run.put("zigzag_imbalance", _balances(methods, run.pick("zigzag", "ring")))
+        waste = _waste(pool, self.document_length, run.seed, as_baseline)
+        run.put("document_waste", waste.method, waste.baseline)
         if not quick:
-            metrics["full_kernels"] = _one(_full_kernels(kernels))
-            metrics["ulysses_speedup"] = PairedSamples(
-                method=_speedups(methods, "zigzag" if as_baseline else "ulysses")
-            )
-        details = {} if small else _details(kernels, methods, slow, pool, context)
-        return ClaimSamples(metrics=metrics, details=details)
+            run.put("full_kernels", _full_kernels(kernels))
+            run.put("ulysses_speedup", _speedups(methods, ulysses))
+        if not small:
+            run.details |= _details(kernels, methods, slow, pool, context)
 
     def _kernels(
         self, context: ExperimentContext, pool: Sequence[int], small: bool, as_baseline: bool
@@ -167,24 +159,6 @@ class LCABench(BaseClaim):
             return results
 
         return context.remember(f"methods of {length}", run)
-
-    def _causal_rows(self, context: ExperimentContext, pool: Sequence[int]) -> list[ContextRow]:
-        causal = Mask.causal(256)
-        return [
-            row
-            for case in _cases(context, pool, 256)
-            for row in _rows(context, case._replace(mask=causal), 2, RankNetwork())
-        ]
-
-    def _slow(self, context: ExperimentContext, pool: Sequence[int]) -> list[ContextRow]:
-        """Where computation binds instead."""
-        context.progress("slow ranks", 0.95)
-        return [
-            row
-            for case in _cases(context, pool, self.context_length)
-            for ranks in (2, 4)
-            for row in _rows(context, case, ranks, _SLOW)
-        ]
 
 
 def _settings(context: ExperimentContext, **changes: object) -> AttentionSettings:
@@ -233,10 +207,6 @@ def _rows(
     ]
 
 
-def _one(value: float) -> PairedSamples:
-    return PairedSamples(method=(float(value),))
-
-
 def _full_kernels(rows: Sequence[KernelRow]) -> int:
     """Kernels that are right under at least twelve masks at every length."""
     full_kernels = 0
@@ -283,12 +253,6 @@ def _balances(rows: Sequence[ContextRow], method: str) -> tuple[float, ...]:
     )
 
 
-def _imbalance(rows: Sequence[ContextRow], method: str) -> PairedSamples:
-    return PairedSamples(
-        method=_balances(rows, method), baseline=tuple((2 * n - 1) / n for n in sorted(RANKS))
-    )
-
-
 def _speedups(rows: Sequence[ContextRow], method: str) -> tuple[float, ...]:
     """Step time of the fastest other method over that of this one, up to as many ranks as heads.
 
@@ -322,7 +286,7 @@ def _waste(pool: Sequence[int], length: int, seed: int, as_baseline: bool) -> Pa
             ids = np.repeat(np.arange(len(documents)), documents)
             cells += Mask.document(ids * (not as_baseline)).area()
         exact.append(float(cells))
-    return PairedSamples(method=(float(dense),) * _BATCHES, baseline=tuple(exact))
+    return paired([dense] * _BATCHES, exact)
 
 
 def _details(
@@ -331,17 +295,14 @@ def _details(
     slow: Sequence[ContextRow],
     pool: Sequence[int],
     context: ExperimentContext,
-) -> dict[str, JsonValue]:
-    counts: dict[str, JsonValue] = {}
+) -> dict[str, Any]:
     cells: list[KernelRow | ContextRow] = [*kernels, *methods]
-    for row in cells:
-        counts[row.status] = int(str(counts.get(row.status, 0))) + 1
-    waste: dict[str, JsonValue] = {}
+    waste = {}
     for length in (1024, 2048, 4096, 8192, 32768, 131072):
         result = _waste(pool, length, context.seed, False)
-        waste[str(length)] = sum(result.method) / sum(result.baseline)
+        waste[length] = sum(result.method) / sum(result.baseline)
     return {
-        "cells": counts,
+        "cells": Counter(row.status for row in cells),
         "errors": {
             "kernels": max((row.error or 0.0 for row in kernels), default=0.0),
             "methods": max((row.error or 0.0 for row in methods), default=0.0),

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.learning_curves_charlm import (
@@ -28,9 +27,11 @@ from shoal.claims.experiments.learning_curves_charlm import (
     train,
 )
 from shoal.claims.experiments.learning_curves_digits import digits_curve
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import corpus_of
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
-from shoal.core.parts import Choice, part, table
+from shoal.core.parts import part, table
 from shoal.core.random import generator
 from shoal.cost.scaling.curve import CurvePoint
 from shoal.cost.scaling.fit import FittedLaw, fit
@@ -74,31 +75,19 @@ class LearningCurves(BaseClaim):
             expected="three or more multiples of 8",
         )
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Collect the samples; see the module's description."""
-        metrics: dict[str, PairedSamples] = {}
-        details: dict[str, JsonValue] = {}
-        texts = context.remember("texts", lambda: self._texts(context, quick))
-        shared = len(texts.train_names & texts.heldout_names)
-        metrics["shared_documents"] = PairedSamples(method=(float(shared),))
-        recovered = planted_share(40 if quick else 200, constant=as_baseline)
-        metrics["planted_share"] = PairedSamples(method=recovered)
-        metrics["known_rates"] = PairedSamples(method=known_rates(constant=as_baseline))
-        if not quick:
-            grid = context.remember("grid", lambda: self._grid(context, texts))
-            digits = context.remember("digits", lambda: digits_curve(context.seed))
-            more, details = self._laws(grid, digits, constant=as_baseline)
-            metrics.update(more)
-        return ClaimSamples(metrics=metrics, details=details)
+        constant = run.as_baseline
+        texts = run.remember("texts", lambda: self._texts(run.context, run.quick))
+        run.put("shared_documents", len(texts.train_names & texts.heldout_names))
+        run.put("planted_share", planted_share(40 if run.quick else 200, constant=constant))
+        run.put("known_rates", known_rates(constant=constant))
+        if not run.quick:
+            grid = run.remember("grid", lambda: self._grid(run.context, texts))
+            self._laws(run, grid, run.remember("digits", lambda: digits_curve(run.seed)))
 
     def _texts(self, context: ExperimentContext, quick: bool) -> CharlmTexts:
-        choice = (
-            Choice(name="text", options={"path": str(context.data)})
-            if context.data is not None
-            else Choice(name=self.corpus)
-        )
+        choice = corpus_of(context.data, self.corpus)
         size = 2 ** (self.smallest if quick else self.largest)
         return read_texts(choice, train_chars=size, heldout_chars=2**15, seed=context.seed)
 
@@ -144,13 +133,14 @@ class LearningCurves(BaseClaim):
         return min(losses, key=lambda lr: losses[lr])
 
     def _laws(
-        self, grid: dict[str, list[list[float]]], digits: Sequence[CurvePoint], *, constant: bool
-    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
+        self, run: ClaimRun, grid: dict[str, list[list[float]]], digits: Sequence[CurvePoint]
+    ) -> None:
+        constant, details = run.as_baseline, run.details
         curves = {name: best_curve(rows) for name, rows in grid.items()}
         r2, exponents, errors, sizes = [], {}, [], []
         offsets: dict[str, tuple[float, float]] = {}
-        details: dict[str, JsonValue] = {
-            "grid": {name: [list(row[:3]) for row in rows] for name, rows in grid.items()},
+        details |= {
+            "grid": {name: [row[:3] for row in rows] for name, rows in grid.items()},
             "digits": [[p.size, p.value] for p in digits],
         }
         for name, points in curves.items():
@@ -179,17 +169,14 @@ class LearningCurves(BaseClaim):
             )
         of_digits = _fitted(digits, constant)
         values = list(exponents.values())
-        result = {
-            "r2": tuple(r2),
-            "exponent": tuple(values),
-            "shallowest_exponent": tuple(values),
-            "largest_error": tuple(errors),
-            "exponent_difference": (max(values) - min(values),),
-            "size_exponent": (float(np.median(sizes)),),
-            "digits_exponent": (of_digits.parameters["beta"].value if of_digits else 0.0,),
-        }
-        details["size_exponents"] = [float(size) for size in sizes]
-        return {name: PairedSamples(method=sample) for name, sample in result.items()}, details
+        run.put("r2", r2)
+        run.put("exponent", values)
+        run.put("shallowest_exponent", values)
+        run.put("largest_error", errors)
+        run.put("exponent_difference", max(values) - min(values))
+        run.put("size_exponent", np.median(sizes))
+        run.put("digits_exponent", of_digits.parameters["beta"].value if of_digits else 0.0)
+        details["size_exponents"] = sizes
 
 
 def best_curve(rows: Sequence[Sequence[float]]) -> list[CurvePoint]:

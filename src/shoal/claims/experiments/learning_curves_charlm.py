@@ -126,23 +126,11 @@ def _model(setting: CharlmSetting) -> nn.Module:
 
     if setting.architecture == "lstm":
         return Lstm()
-    from shoal.ir import ModelShape
-    from shoal.model.config import ModelConfig
+    from shoal.claims.experiments.tiny import llama
     from shoal.model.transformer import Transformer
 
     heads = max(1, width // 32)
-    shape = ModelShape(
-        name="charlm",
-        num_layers=2,
-        hidden=width,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=width // heads,
-        ffn_hidden=2 * width,
-        vocab_size=VOCAB,
-        max_position=CONTEXT,
-    )
-    return Transformer(ModelConfig.from_shape(shape))
+    return Transformer(llama(width, 2, heads, vocab=VOCAB, ffn=2 * width, length=CONTEXT))
 
 
 def train(

@@ -26,17 +26,18 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.errors import require
+from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.cost.longctx.peak import LongContext, LongModel, Peaks
 from shoal.cost.shapes import find
+from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
@@ -129,64 +130,55 @@ class LongCtx(BaseClaim):
             expected=f"a multiple of {_BLOCK}, up to last = {self.last}, which is up to 131072",
         )
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        figures = paper_figures(blind=as_baseline)
-        metrics = {
-            "paper_error": PairedSamples(
-                method=tuple(abs(ours / theirs - 1) for ours, theirs in figures.values())
-            ),
-            "flop_error": PairedSamples(method=(self._flop_error(blind=as_baseline),)),
-            "cache_byte_error": PairedSamples(method=(self._byte_error(blind=as_baseline),)),
-        }
-        details: dict[str, JsonValue] = {
-            "paper": {name: [ours, theirs] for name, (ours, theirs) in figures.items()},
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        blind = run.as_baseline
+        figures = paper_figures(blind=blind)
+        run.put("paper_error", (abs(ours / theirs - 1) for ours, theirs in figures.values()))
+        run.put("flop_error", self._flop_error(blind=blind))
+        run.put("cache_byte_error", self._byte_error(blind=blind))
+        run.details |= {
+            "paper": figures,
             "counted exactly": {
                 name: ours
                 for name, (ours, _) in paper_figures(attention="causal").items()
                 if "prompt" in name
             },
         }
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        peaks = context.remember("peaks", _peaks)
-        context.progress("lengths", 0.1)
+        if run.quick:
+            return
+        peaks = run.remember("peaks", _peaks)
+        run.progress("lengths", 0.1)
         config = self._config(2)
-        measured = context.remember("lengths", lambda: self._lengths(config))
-        context.progress("variants", 0.7)
-        variants = context.remember(
+        measured = run.remember("lengths", lambda: self._lengths(config))
+        run.progress("variants", 0.7)
+        variants = run.remember(
             "variants", lambda: {name: self._variant(*kept) for name, kept in _VARIANTS.items()}
         )
-        drifts, ratios = self._drifts(config, peaks, measured, blind=as_baseline)
-        metrics |= {
-            f"{name}_drift": PairedSamples(method=(drift,)) for name, drift in drifts.items()
-        }
-        predicted = {name: self._predicted(name, peaks, blind=as_baseline) for name in _VARIANTS}
+        ratios = self._ratios(config, peaks, measured, blind=blind)
+        for name, of in ratios.items():
+            run.put(f"{name}_drift", max(of.values()) / min(of.values()))
+        predicted = {name: self._predicted(name, peaks, blind=blind) for name in _VARIANTS}
         wrong = sum(
             (variants[a][what] > variants[b][what]) != (predicted[a][what] > predicted[b][what])
             for a, b in itertools.combinations(_VARIANTS, 2)
             for what in (0, 1)
         )
-        metrics["wrong_orders"] = PairedSamples(method=(float(wrong),))
-        details |= {
-            "peaks": {
-                "FLOP/s": peaks.flops,
-                "B/s": peaks.bandwidth,
-                "B/s of a copy": peaks.link,
+        run.put("wrong_orders", wrong)
+        run.details |= {
+            "peaks": {"FLOP/s": peaks.flops, "B/s": peaks.bandwidth, "B/s of a copy": peaks.link},
+            "measured over predicted": {
+                name: {tokens: round(ratio, 4) for tokens, ratio in of.items()}
+                for name, of in ratios.items()
             },
-            "measured over predicted": ratios,
-            "variants, measured [token, switch], s": {k: list(v) for k, v in variants.items()},
-            "variants, predicted [token, switch], s": {k: list(v) for k, v in predicted.items()},
+            "variants, measured [token, switch], s": variants,
+            "variants, predicted [token, switch], s": predicted,
         }
-        longest = self.last
-        profile = (
-            f"{longest} tokens: prompt {measured.prefill[longest]:.2f} s, token "
-            f"{1e3 * measured.decode[longest]:.2f} ms, out and in "
-            f"{1e3 * measured.switch[longest]:.2f} ms"
+        run.profile = (
+            f"{self.last} tokens: prompt {measured.prefill[self.last]:.2f} s, token "
+            f"{1e3 * measured.decode[self.last]:.2f} ms, out and in "
+            f"{1e3 * measured.switch[self.last]:.2f} ms"
         )
-        return ClaimSamples(metrics=metrics, profile=profile, details=details)
 
     def _config(self, kv_heads: int) -> ModelConfig:
         from shoal.train import zoo
@@ -194,6 +186,10 @@ class LongCtx(BaseClaim):
         return zoo.config(self.model).model_copy(
             update={"num_kv_heads": kv_heads, "max_position": self.last + _BLOCK}
         )
+
+    def _long(self, config: ModelConfig, *, blind: bool) -> LongModel:
+        model = LongModel.of(config.shape(), precision="fp32")
+        return _blind(model) if blind else model
 
     def _flop_error(self, *, blind: bool) -> float:
         """Largest error of a prompt's FLOP against an operator count, of three variants."""
@@ -206,9 +202,7 @@ class LongCtx(BaseClaim):
         worst = 0.0
         for kv_heads, tokens in ((4, 512), (2, 1024), (1, 256)):
             config = self._config(kv_heads)
-            ours = LongModel.of(config.shape(), precision="fp32")
-            if blind:
-                ours = _blind(ours)
+            ours = self._long(config, blind=blind)
             counter = FlopCounterMode(display=False)
             model, fed = Transformer(config), torch.zeros(1, tokens, dtype=torch.int64)
             # By products that the counter knows; what the causal mask hides is counted there.
@@ -225,11 +219,9 @@ class LongCtx(BaseClaim):
         worst = 0.0
         for kv_heads in (4, 2, 1):
             config = self._config(kv_heads)
-            ours = LongModel.of(config.shape(), precision="fp32")
-            if blind:
-                ours = _blind(ours)
             real = PagedCache(config, 32, _BLOCK).nbytes
-            worst = max(worst, abs(ours.cache_bytes(32 * _BLOCK) / real - 1))
+            ours = self._long(config, blind=blind).cache_bytes(32 * _BLOCK)
+            worst = max(worst, abs(ours / real - 1))
         return worst
 
     def _runner(self, config: ModelConfig) -> LocalRunner:
@@ -280,52 +272,42 @@ class LongCtx(BaseClaim):
         runner.hooks["host_copies"].close()
         return result
 
-    def _setting(self, config: ModelConfig, peaks: Peaks, *, blind: bool) -> LongContext:
-        model = LongModel.of(config.shape(), precision="fp32")
-        return LongContext(model=_blind(model) if blind else model, device=peaks)
-
     def _predicted(self, name: str, peaks: Peaks, *, blind: bool) -> tuple[float, float]:
         kv_heads, window = _VARIANTS[name]
-        one = self._setting(self._config(kv_heads), peaks, blind=blind)
-        one = replace(one, model=replace(one.model, window=window))
+        model = replace(self._long(self._config(kv_heads), blind=blind), window=window)
+        one = LongContext(model=model, device=peaks)
         result = one.decode_s(self.last), 2 * one.switch_s(self.last)
         # By weights alone no variant costs more than another.
         return (0.0, 0.0) if blind else result
 
-    def _drifts(
+    def _ratios(
         self, config: ModelConfig, peaks: Peaks, measured: _Measured, *, blind: bool
-    ) -> tuple[dict[str, float], dict[str, JsonValue]]:
-        """Largest over smallest ratio of measured and predicted, and the ratios."""
-        one = self._setting(config, peaks, blind=blind)
+    ) -> dict[str, dict[int, float]]:
+        """Measured over predicted seconds by context length."""
+        one = LongContext(model=self._long(config, blind=blind), device=peaks)
         predicted: dict[str, Callable[[int], float]] = {
             "prefill": one.prefill_s,
             "decode": one.decode_s,
             # What is alone has nothing to move, and so takes the same at every length.
             "switch": (lambda _: 1.0) if blind else (lambda tokens: 2 * one.switch_s(tokens)),
         }
-        drifts: dict[str, float] = {}
-        shown: dict[str, JsonValue] = {}
-        for name, predict in predicted.items():
-            seconds: dict[int, float] = getattr(measured, name)
-            ratios = {tokens: took / predict(tokens) for tokens, took in seconds.items()}
-            drifts[name] = max(ratios.values()) / min(ratios.values())
-            shown[name] = {str(tokens): round(ratio, 4) for tokens, ratio in ratios.items()}
-        return drifts, shown
+        return {
+            name: {n: took / predict(n) for n, took in getattr(measured, name).items()}
+            for name, predict in predicted.items()
+        }
 
 
 def _peaks() -> Peaks:
     """What one core of this machine does at its best: a product, a sum, a copy."""
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     edge, numbers = 1024, 2**26
-    a = torch.randn(edge, edge)
-    large, other = torch.ones(numbers), torch.empty(numbers)
-    product = _best(lambda: a @ a)
-    total = _best(large.sum)
-    copied = _best(lambda: other.copy_(large))
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        a = torch.randn(edge, edge)
+        large, other = torch.ones(numbers), torch.empty(numbers)
+        product = _best(lambda: a @ a)
+        total = _best(large.sum)
+        copied = _best(lambda: other.copy_(large))
     return Peaks(
         name="one core",
         flops=2 * edge**3 / product,
@@ -335,15 +317,9 @@ def _peaks() -> Peaks:
     )
 
 
-def _best(work: Callable[[], Any]) -> float:
+def _best(work: Callable[[], object]) -> float:
     """Least s of a few runs."""
-    return min(_timed(work) for _ in range(8))
-
-
-def _timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    return min(interleave({"it": work}, 8, warmup=0).seconds["it"])
 
 
 def _prefill(runner: LocalRunner, tokens: int) -> float:

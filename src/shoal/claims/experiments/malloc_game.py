@@ -13,19 +13,17 @@ Source: Mandhane et al., Optimizing Memory Mapping Using Deep Reinforcement Lear
 from __future__ import annotations
 
 import functools
-import importlib.util
 import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.errors import PlanError
-from shoal.core.native import compiler
 from shoal.core.parts import part
+from shoal.kernel.threads import torch_threads
 from shoal.memory.mapping import MAPPERS
 from shoal.plan.mapping.layout import Mapping, verify
 from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
@@ -57,104 +55,76 @@ class MallocGameClaim(BaseClaim):
     pairs: Annotated[int, Ge(1), Le(1000)] = 15
 
     rows: ClassVar[tuple[int, ...]] = (134,)
+    needs: ClassVar[tuple[str, ...]] = ("c++", "torch")
 
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """The search needs a compiler, the networks torch."""
-        if compiler() is None:
-            return "no C++ compiler for the search"
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        with torch_threads(1):  # tiny products; more threads only wait for each other
+            self._map_all(run)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # tiny products; more threads only wait for each other
-        try:
-            return self._run(context, quick, as_baseline)
-        finally:
-            torch.set_num_threads(threads)
-
-    def _run(self, context: ExperimentContext, quick: bool, as_baseline: bool) -> ClaimSamples:
-        rounds = 2 if quick else self.rounds
-        cases = context.remember("cases", lambda: _cases(quick))
+    def _map_all(self, run: ClaimRun) -> None:
+        rounds = 2 if run.quick else self.rounds
+        cases = run.remember("cases", lambda: _cases(run.quick))
         gains: list[float] = []
-        rows: list[JsonValue] = []
+        rows = run.details["programs"] = []
         for index, (program, tiers) in enumerate(cases):
-            context.progress(f"mapping {program.name}", 0.75 * index / len(cases))
-            greedy = context.remember(
+            run.progress(f"mapping {program.name}", 0.75 * index / len(cases))
+            greedy = run.remember(
                 f"greedy {index}", functools.partial(_map, "greedy", program, tiers)
             )
-            result = greedy if as_baseline else _hybrid(program, tiers, rounds, context.seed)
+            result = greedy if run.as_baseline else _hybrid(program, tiers, rounds, run.seed)
             gains.append(greedy.ticks / result.ticks - 1.0)
-            rows.append(_row(result, greedy, quick or as_baseline, context.seed))
-        gaps = self._exact(context, rounds, quick, as_baseline)
-        metrics = {
-            "mean_gain": PairedSamples(method=tuple(gains)),
-            "worst_gain": PairedSamples(method=tuple(gains)),
-            "best_gain": PairedSamples(method=tuple(gains)),
-            "over_optimum": PairedSamples(method=gaps),
-        }
-        details: dict[str, JsonValue] = {"programs": rows}
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        context.progress("running two mappings", 0.9)
-        metrics["executed_speedup"] = self._executed(context, as_baseline, details)
-        return ClaimSamples(metrics=metrics, details=details)
+            rows.append(_row(result, greedy, run.quick or run.as_baseline, run.seed))
+        for metric in ("mean_gain", "worst_gain", "best_gain"):
+            run.put(metric, gains)
+        self._exact(run, rounds)
+        if not run.quick:
+            run.progress("running two mappings", 0.9)
+            self._execute(run)
 
-    def _exact(
-        self, context: ExperimentContext, rounds: int, quick: bool, as_baseline: bool
-    ) -> tuple[float, ...]:
+    def _exact(self, run: ClaimRun, rounds: int) -> None:
         """How far above the optimum, of programs with few decisions."""
         gaps = []
-        count = 4 if quick else self.small
+        count = 4 if run.quick else self.small
         for seed, (program, tiers) in enumerate(_small(count)):
-            context.progress(f"the optimum of {program.name}", 0.75 + 0.15 * seed / count)
-            best = context.remember(f"milp {seed}", functools.partial(_map, "milp", program, tiers))
-            result = (
-                _map("greedy", program, tiers)
-                if as_baseline
-                else _hybrid(program, tiers, min(rounds, 4), context.seed)
-            )
+            run.progress(f"the optimum of {program.name}", 0.75 + 0.15 * seed / count)
+            best = run.remember(f"milp {seed}", functools.partial(_map, "milp", program, tiers))
+            if run.as_baseline:
+                result = _map("greedy", program, tiers)
+            else:
+                result = _hybrid(program, tiers, min(rounds, 4), run.seed)
             gaps.append(result.ticks / best.ticks - 1.0)
-        return tuple(gaps)
+        run.put("over_optimum", gaps)
 
-    def _executed(
-        self, context: ExperimentContext, as_baseline: bool, details: dict[str, JsonValue]
-    ) -> PairedSamples:
+    def _execute(self, run: ClaimRun) -> None:
         """Seconds of a model in two real memories, by hybrid and by greedy, turn by turn."""
         from shoal.claims.lab.mapping_executor import execute
+        from shoal.memory.mapping.samples import traced_sample
 
-        traced: TracedProgram = context.remember("executed", _executed_model)
+        traced: TracedProgram = run.remember("executed", lambda: traced_sample("vit"))
         tiers = _memories(traced.program, 8, slow_bandwidth=_SLOW_BANDWIDTH)
         greedy = _map("greedy", traced.program, tiers)
-        result = (
-            greedy if as_baseline else _hybrid(traced.program, tiers, self.rounds, context.seed)
-        )
-        taken: tuple[list[float], list[float]] = ([], [])
-        for pair in range(self.pairs + 1):
-            # Which goes first alternates; the first round warms up.
-            for way in (0, 1) if pair % 2 else (1, 0):
-                seconds = execute(traced, (result, greedy)[way]).seconds
-                if pair:
-                    taken[way].append(seconds)
-        details["executed"] = {
-            "modelled_s": {"method": result.seconds, "greedy": greedy.seconds},
-            "median_s": {
-                "method": statistics.median(taken[0]),
-                "greedy": statistics.median(taken[1]),
-            },
+        method = greedy
+        if not run.as_baseline:
+            method = _hybrid(traced.program, tiers, self.rounds, run.seed)
+        ways = {"method": method, "greedy": greedy}
+        arms = {name: lambda one=one: execute(traced, one).seconds for name, one in ways.items()}
+        taken = run.turns(arms, self.pairs, warmup=1)
+        run.put("executed_speedup", taken["method"], taken["greedy"])
+        run.details["executed"] = {
+            "modelled_s": {name: one.seconds for name, one in ways.items()},
+            "median_s": {name: statistics.median(of) for name, of in taken.items()},
         }
-        return PairedSamples(method=tuple(taken[0]), baseline=tuple(taken[1]))
 
 
-def _map(mapper: str, program: MappingProgram, tiers: TierSpec, **options: Any) -> Mapping:
+def _map(
+    mapper: str, program: MappingProgram, tiers: TierSpec, seed: int | None = None, **options: Any
+) -> Mapping:
     """A mapping whose promises were looked at."""
-    mapping: Mapping = MAPPERS.build({"name": mapper, **options}).map(program, tiers)
+    part = MAPPERS.build({"name": mapper, **options})
+    mapping: Mapping = (
+        part.map(program, tiers) if seed is None else part.map(program, tiers, seed=seed)
+    )
     if verify(mapping) != mapping.ticks:
         raise PlanError(f"{mapper} on {program.name}: {mapping.ticks} ticks, but {verify(mapping)}")
     return mapping
@@ -163,12 +133,7 @@ def _map(mapper: str, program: MappingProgram, tiers: TierSpec, **options: Any) 
 def _hybrid(
     program: MappingProgram, tiers: TierSpec, rounds: int, seed: int, **options: Any
 ) -> Mapping:
-    mapping: Mapping = MAPPERS.build({"name": "hybrid", "rounds": rounds, **options}).map(
-        program, tiers, seed=seed
-    )
-    if verify(mapping) != mapping.ticks:
-        raise PlanError(f"hybrid on {program.name}: {mapping.ticks} ticks, but {verify(mapping)}")
-    return mapping
+    return _map("hybrid", program, tiers, seed, rounds=rounds, **options)
 
 
 def _memories(program: MappingProgram, share: int, **changes: float) -> TierSpec:
@@ -199,20 +164,14 @@ def _small(count: int) -> Iterator[tuple[MappingProgram, TierSpec]]:
             yield program, tiers
 
 
-def _executed_model() -> TracedProgram:
-    from shoal.memory.mapping.samples import traced_sample
-
-    return traced_sample("vit")
-
-
-def _row(found: Mapping, greedy: Mapping, alone: bool, seed: int) -> JsonValue:
+def _row(found: Mapping, greedy: Mapping, alone: bool, seed: int) -> dict[str, Any]:
     """What is reported of a program: times as shares of that from slow memory alone."""
     c = found.compiled
 
     def share(one: Mapping) -> float:
         return one.ticks / c.all_slow
 
-    row: dict[str, JsonValue] = {
+    row: dict[str, Any] = {
         "program": c.program.name,
         "instructions": c.slots,
         "decisions": c.decisions,

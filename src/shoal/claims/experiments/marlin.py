@@ -14,6 +14,7 @@ of the 4-bit one.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
+from shoal.claims.frame import ClaimRun
 from shoal.claims.lab import marlin_layout
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -35,8 +36,6 @@ from shoal.kernel.dispatch import candidates, here, kernels_of
 from shoal.kernel.formats import weight_format
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from shoal.kernel.protocols import PackedMatrix
 
 __all__ = ["ROWS", "SHAPES", "MarlinClaim"]
@@ -73,115 +72,79 @@ class MarlinClaim(BaseClaim):
         reason = kernel.refuses(_call(1, 256, 256))
         return None if reason is None else f"the 4-bit kernel {reason}"
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Count; the full run then times products and a decoder, and measures quality."""
-        metrics = {
-            "weight_bytes": PairedSamples(
-                method=(_bytes(1024, 1024, as_baseline),), baseline=(_bytes(1024, 1024, True),)
-            ),
-            "mean_error": PairedSamples(method=tuple(_errors(context.seed))),
-            "inexact_sums": PairedSamples(method=(float(_inexact(context.seed)),)),
-            "lost_places": PairedSamples(method=(float(_lost(context.seed)),)),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        products = self._products(context, as_baseline)
-        metrics |= products.metrics
-        context.progress("a decoder", 0.8)
-        decoded = self._decoder(context, as_baseline)
-        metrics["decoder_m1"] = decoded
-        context.progress("quality", 0.9)
-        quality = context.remember("quality", lambda: self._quality(context))
-        plain, nearest, gptq = quality
-        chosen = nearest if as_baseline else gptq
-        metrics["perplexity_increase"] = PairedSamples(method=(math.exp(chosen - plain) - 1,))
-        metrics["gptq_over_nearest"] = PairedSamples(method=(chosen,), baseline=(nearest,))
-        details = {
-            **products.details,
-            "loss": {"bf16": plain, "nearest": nearest, "gptq": gptq},
-        }
-        return ClaimSamples(
-            metrics=metrics,
-            bounds=products.bounds,
-            profile=products.profile,
-            details=details,
-        )
+        run.put("weight_bytes", _bytes(1024, 1024, run.as_baseline), _bytes(1024, 1024, True))
+        run.put("mean_error", _errors(run.seed))
+        run.put("inexact_sums", _inexact(run.seed))
+        run.put("lost_places", _lost(run.seed))
+        if run.quick:
+            return
+        self._products(run)
+        from shoal.claims.experiments.marlin_decoder import decoders, losses
 
-    def _products(self, context: ExperimentContext, as_baseline: bool) -> ClaimSamples:
+        run.progress("a decoder", 0.8)
+        plain, low = decoders(self.width, FORMAT, self.cold_bytes, run.seed)
+        timed = run.race({"method": low, "baseline": plain}, self.pairs)
+        run.put("decoder_m1", timed["method"], timed["baseline"])
+        run.progress("quality", 0.9)
+        plain_loss, nearest, gptq = run.remember(
+            "quality", lambda: losses(self.model, FORMAT, run.context)
+        )
+        chosen = run.pick(gptq, nearest)
+        run.put("perplexity_increase", math.exp(chosen - plain_loss) - 1)
+        run.put("gptq_over_nearest", chosen, nearest)
+        run.details["loss"] = {"bf16": plain_loss, "nearest": nearest, "gptq": gptq}
+
+    def _products(self, run: ClaimRun) -> None:
         # One shape shows that the baseline does not pass; its times would say no more.
-        shapes = SHAPES[:1] if as_baseline else SHAPES
-        rows = (1, 4, 8, 16) if as_baseline else ROWS
+        shapes = run.pick(SHAPES, SHAPES[:1])
+        rows = run.pick(ROWS, (1, 4, 8, 16))
         seconds: dict[int, list[Mapping[str, tuple[float, ...]]]] = {m: [] for m in rows}
-        table: list[JsonValue] = []
+        table = []
         for index, (n, k) in enumerate(shapes):
-            layer = _Layer(n, k, self.cold_bytes, context.seed)
+            layer = _Layer(n, k, self.cold_bytes, run.seed)
             for place, m in enumerate(rows):
                 done = (index + place / len(rows)) / len(shapes)
-                context.progress(f"{n} x {k}, {m} rows", 0.1 + 0.7 * done)
-                methods = layer.methods(m, as_baseline)
-                timed = interleave(methods, self.pairs, warmup=2, seed=context.seed + m)
-                seconds[m].append(timed.seconds)
-                row: dict[str, JsonValue] = {"n": n, "k": k, "m": m, "chosen": layer.chosen(m)}
-                row |= {name: statistics.median(each) for name, each in timed.seconds.items()}
-                table.append(row)
+                run.progress(f"{n} x {k}, {m} rows", 0.1 + 0.7 * done)
+                methods = run.arms(layer.methods(m), {_INT4: _BF16, _W4A8: _BF16})
+                taken = interleave(methods, self.pairs, warmup=2, seed=run.seed + m).seconds
+                seconds[m].append(taken)
+                row = {"n": n, "k": k, "m": m, "chosen": layer.chosen(m)}
+                table.append(row | {name: statistics.median(each) for name, each in taken.items()})
         pairs = {m: _means(each) for m, each in seconds.items()}
-        metrics = {
-            f"speedup_m{m}": PairedSamples(method=pairs[m][_INT4], baseline=pairs[m][_BF16])
-            for m in (1, 4, 8, 16)
-        }
-        metrics["rounded_m16"] = PairedSamples(method=pairs[16][_W4A8], baseline=pairs[16][_BF16])
+        gains = {m: _gain(pairs[m][_BF16], pairs[m][_INT4]) for m in rows}
+        machine = run.context.machine or here()
+        roofs = {m: _roofs(m, shapes, machine) for m in rows}
+        shares = {m: gains[m] / (roofs[m][0] / roofs[m][1]) for m in rows}
+        for m in (1, 4, 8, 16):
+            bound = statistics.median(pairs[m][_BF16]) / roofs[m][1]
+            run.put(f"speedup_m{m}", pairs[m][_INT4], pairs[m][_BF16], bound=bound)
+        run.put("rounded_m16", pairs[16][_W4A8], pairs[16][_BF16])
         worst = min(
             (m for m in rows if m <= 16), key=lambda m: _gain(pairs[m][_PEER], pairs[m][_INT4])
         )
-        metrics["over_torch_int4"] = PairedSamples(
-            method=pairs[worst][_INT4], baseline=pairs[worst][_PEER]
-        )
-        gains = {m: _gain(pairs[m][_BF16], pairs[m][_INT4]) for m in rows}
-        machine = context.machine or here()
-        roofs = {m: _roofs(m, shapes, machine) for m in rows}
-        shares = {m: gains[m] / (roofs[m][0] / roofs[m][1]) for m in rows}
-        metrics["roofline_share"] = PairedSamples(method=tuple(shares.values()))
-        bounds = {
-            f"speedup_m{m}": statistics.median(pairs[m][_BF16]) / roofs[m][1] for m in (1, 4, 8, 16)
-        }
+        run.put("over_torch_int4", pairs[worst][_INT4], pairs[worst][_PEER])
         # A gain is at most what this kernel's own roof leaves of the time that torch takes.
         least = min(shares, key=lambda m: shares[m])
-        bounds["roofline_share"] = statistics.median(pairs[least][_BF16]) / roofs[least][0]
-        own = {str(m): _gain(pairs[m][_OWN], pairs[m][_INT4]) for m in rows if _OWN in pairs[m]}
-        profile = "; ".join(
+        bound = statistics.median(pairs[least][_BF16]) / roofs[least][0]
+        run.put("roofline_share", shares.values(), bound=bound)
+        run.profile = "; ".join(
             f"{m} rows: {gains[m]:.2f} x, roof {roofs[m][0] / roofs[m][1]:.2f} x, "
             f"{1e6 * statistics.median(pairs[m][_INT4]):.0f} us, "
             f"roof {1e6 * roofs[m][1]:.0f} us"
             for m in rows
         )
-        details: dict[str, JsonValue] = {
+        run.details |= {
             "table": table,
-            "gain_over_torch_bf16": {str(m): gain for m, gain in gains.items()},
-            "gain_over_own_bf16": dict(own),
-            "roofline_share": {str(m): share for m, share in shares.items()},
-            "rounded_gain": {str(m): _gain(pairs[m][_BF16], pairs[m][_W4A8]) for m in rows},
+            "gain_over_torch_bf16": gains,
+            "gain_over_own_bf16": {
+                m: _gain(pairs[m][_OWN], pairs[m][_INT4]) for m in rows if _OWN in pairs[m]
+            },
+            "roofline_share": shares,
+            "rounded_gain": {m: _gain(pairs[m][_BF16], pairs[m][_W4A8]) for m in rows},
             "least_over_torch_int4_at": worst,
         }
-        return ClaimSamples(metrics=metrics, bounds=bounds, profile=profile, details=details)
-
-    def _decoder(self, context: ExperimentContext, as_baseline: bool) -> PairedSamples:
-        from shoal.claims.experiments.marlin_decoder import decoders
-
-        plain, low = decoders(self.width, FORMAT, self.cold_bytes, context.seed)
-        timed = interleave(
-            {_INT4: plain if as_baseline else low, _BF16: plain},
-            self.pairs,
-            warmup=2,
-            seed=context.seed,
-        )
-        return PairedSamples(method=timed.seconds[_INT4], baseline=timed.seconds[_BF16])
-
-    def _quality(self, context: ExperimentContext) -> tuple[float, float, float]:
-        from shoal.claims.experiments.marlin_decoder import losses
-
-        return losses(self.model, FORMAT, context)
 
 
 class _Layer:
@@ -199,47 +162,41 @@ class _Layer:
         copies = max(2, math.ceil(cold_bytes / dense.nbytes))
         low = max(2, math.ceil(cold_bytes / packed.nbytes))
         self._ready = {
-            _BF16: _each("linear", "torch", _dense(n, k), [dense.clone() for _ in range(copies)]),
+            _BF16: _each(
+                "linear", "torch", _dense(1, n, k), [dense.clone() for _ in range(copies)]
+            ),
             _INT4: _each("linear_lowbit", "cpp_w4a16", _call(1, n, k), _clones(packed, low)),
             _W4A8: _each("linear_lowbit", "cpp_w4a8", _call(1, n, k, "int8"), _clones(packed, low)),
             _PEER: _each("linear_lowbit", "torch", _call(1, n, k), _clones(packed, low)),
         }
-        if kernels_of("linear")["cpp"].refuses(_dense(n, k)) is None:
+        if kernels_of("linear")["cpp"].refuses(_dense(1, n, k)) is None:
             self._ready[_OWN] = _each(
-                "linear", "cpp", _dense(n, k), [dense.clone() for _ in range(copies)]
+                "linear", "cpp", _dense(1, n, k), [dense.clone() for _ in range(copies)]
             )
 
     def chosen(self, m: int) -> str:
         """What dispatch takes here among the kernels that round nothing."""
         return next(name for name, _ in candidates(_call(m, self.n, self.k)) if name in _EXACT)
 
-    def methods(self, m: int, as_baseline: bool) -> dict[str, Callable[[], object]]:
+    def methods(self, m: int) -> dict[str, Callable[[], object]]:
         """Each takes the next copy of its weights at every call."""
         import torch
 
+        from shoal.kernel.planes.bench import turning
+
         x = torch.randn(m, self.k, generator=torch.Generator().manual_seed(self._seed)).bfloat16()
-        runs = {name: _Turns(ready, x) for name, ready in self._ready.items()}
+        # Some products in a row, each with the next of the copies.
+        runs = {
+            name: turning([functools.partial(one, x) for one in ready], 2)
+            for name, ready in self._ready.items()
+        }
         if m > 16:
             del runs[_PEER]  # it is claimed up to 16, and beyond takes most of the time
-        if as_baseline:
-            runs[_INT4] = runs[_W4A8] = runs[_BF16]
-        elif self.chosen(m) == "dequantised":
+        if self.chosen(m) == "dequantised":
             runs[_INT4] = runs[_BF16]
         elif self.chosen(m) == "torch" and _PEER in runs:
             runs[_INT4] = runs[_PEER]
-        return dict(runs)
-
-
-class _Turns:
-    """Some products in a row, each with the next of the copies."""
-
-    def __init__(self, ready: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> None:
-        self._ready, self._x, self._next = ready, x, 0
-
-    def __call__(self) -> None:
-        for _ in range(2):
-            self._ready[self._next](self._x)
-            self._next = (self._next + 1) % len(self._ready)
+        return {**runs}
 
 
 def _call(m: int, n: int, k: int, activations: str = "") -> LowbitLinearCall:
@@ -247,8 +204,8 @@ def _call(m: int, n: int, k: int, activations: str = "") -> LowbitLinearCall:
     return LowbitLinearCall(m, n, k, FORMAT, bits, "bf16", "cpu", activations)
 
 
-def _dense(n: int, k: int) -> LinearCall:
-    return LinearCall(1, n, k, "bf16")
+def _dense(m: int, n: int, k: int) -> LinearCall:
+    return LinearCall(m, n, k, "bf16")
 
 
 def _each(op: str, backend: str, call: Any, weights: Sequence[Any]) -> list[Any]:
@@ -281,14 +238,10 @@ def _roofs(m: int, shapes: Sequence[tuple[int, int]], machine: Any) -> tuple[flo
     """Seconds below which the two products of a sample cannot be, bf16 and 4-bit."""
     calls = 2
     means = []
-    for make in (_dense_of, _call):
+    for make in (_dense, _call):
         each = [calls * roof_s(make(m, n, k), machine, "bf16") for n, k in shapes]
         means.append(math.exp(statistics.fmean(map(math.log, each))))
     return means[0], means[1]
-
-
-def _dense_of(m: int, n: int, k: int) -> LinearCall:
-    return LinearCall(m, n, k, "bf16")
 
 
 def _bytes(n: int, k: int, dense: bool) -> float:

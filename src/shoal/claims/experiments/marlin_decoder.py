@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import torch
 
+from shoal.claims.experiments.tiny import llama
 from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import table
 from shoal.corpora.tokens import prepare
 from shoal.kernel.formats import weight_format
 from shoal.model.attention import KVCache
-from shoal.model.config import ModelConfig
 from shoal.model.huggingface import read
 from shoal.model.lowbit import LowBitLinear
 from shoal.model.quantize.blocks import quantize
@@ -35,17 +35,8 @@ def decoders(
 
     Every call takes the next of so many copies that no weight is found in a cache.
     """
-    config = ModelConfig(
-        name="marlin",
-        vocab_size=4096,
-        hidden=width,
-        num_layers=4,
-        num_heads=width // 128,
-        num_kv_heads=width // 128,
-        head_dim=128,
-        ffn_hidden=(8 * width // 3 + 127) // 128 * 128,
-        tied=True,
-    )
+    ffn = (8 * width // 3 + 127) // 128 * 128
+    config = llama(width, 4, width // 128, vocab=4096, ffn=ffn, tied=True)
     plain = zoo.random(config, seed).bfloat16().requires_grad_(False)
     low = copy.deepcopy(plain)
     for module in list(low.blocks.modules()):

@@ -24,7 +24,7 @@ from shoal.claims.experiments.decoding import (
     summarize,
     target_of,
 )
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 
 __all__ = ["MedusaClaim"]
@@ -55,68 +55,47 @@ class MedusaClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (97,)
     needs: ClassVar[tuple[str, ...]] = ("torch", "transformers")
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.experiments.medusa_runs import tree_logits
 
-        context.progress("trees beside their paths", 0.02)
-        metrics = {
-            "tree_logits": PairedSamples(
-                method=tuple(tree_logits(context.seed, masked=not as_baseline))
-            )
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        return self._full(context, metrics, as_baseline=as_baseline)
-
-    def _full(
-        self, context: ExperimentContext, metrics: dict[str, PairedSamples], *, as_baseline: bool
-    ) -> ClaimSamples:
+        run.progress("trees beside their paths", 0.02)
+        run.put("tree_logits", tree_logits(run.seed, masked=not run.as_baseline))
+        if run.quick:
+            return
         from shoal.claims.bench.decode import PLAIN, Bench
         from shoal.claims.experiments.medusa_runs import calibrated, equal_answers, trees
         from shoal.core.measure import num_cores
         from shoal.train.zoo.drafters import drafter
 
+        context, new = run.context, self.new_tokens
         target = target_of(context)
-        say = lambda line: context.progress(line, 0.1)  # noqa: E731
-        heads = context.remember("heads", lambda: drafter("medusa", target, say=say))
+        say = lambda line: run.progress(line, 0.1)  # noqa: E731
+        heads = run.remember("heads", lambda: drafter("medusa", target, say=say))
         prompts = prompts_of(context, self.prompts, self.prompt_tokens, 0)
-        method: dict[str, Any] | None = {
-            "name": "medusa",
-            "path": str(heads),
-            "weights": self.weights,
-        }
-        if as_baseline:
-            method = None
+        method = run.pick({"name": "medusa", "path": str(heads), "weights": self.weights}, None)
         bench = Bench(target, {PLAIN: None, _MEDUSA: method}, threads=num_cores())
-        context.progress("answering the prompts", 0.3)
-        result = bench.interleaved(prompts, self.new_tokens, rounds=self.rounds, seed=context.seed)
-        timed, places = seconds_per_token(result[_MEDUSA], result[PLAIN])
-        metrics["wall_clock"] = timed
+        run.progress("answering the prompts", 0.3)
+        result = bench.interleaved(prompts, new, rounds=self.rounds, seed=run.seed)
+        run.metrics["wall_clock"], places = seconds_per_token(result[_MEDUSA], result[PLAIN])
         own = summarize([result[_MEDUSA][0][place] for place in places])
-        metrics["tokens_per_step"] = PairedSamples(method=(own["tokens_per_step"],))
-        context.progress("other trees of as many rows", 0.7)
-        metrics["auto_over_fixed"], shapes = trees(
-            bench, heads, prompts, self.new_tokens, as_baseline=as_baseline
+        run.put("tokens_per_step", own["tokens_per_step"])
+        run.progress("other trees of as many rows", 0.7)
+        run.metrics["auto_over_fixed"], shapes = trees(
+            bench, heads, prompts, new, as_baseline=run.as_baseline
         )
-        context.progress("text of the calibration", 0.8)
-        metrics["calibration_error"] = calibrated(target, heads, as_baseline=as_baseline)
-        context.progress("answers in float64", 0.85)
-        metrics["equal_answers"] = PairedSamples(
-            method=tuple(equal_answers(target, method, prompts[: self.exact], self.new_tokens // 2))
+        run.progress("text of the calibration", 0.8)
+        run.metrics["calibration_error"] = calibrated(target, heads, as_baseline=run.as_baseline)
+        run.progress("answers in float64", 0.85)
+        run.put("equal_answers", equal_answers(target, method, prompts[: self.exact], new // 2))
+        run.progress("transformers", 0.95)
+        run.peers["wall_clock"] = peer_rates(
+            target,
+            prompts[:12],
+            new,
+            lambda place: bench.answer(PLAIN, [prompts[place]], new).seconds,
         )
-        context.progress("transformers", 0.95)
-        peers = {
-            "wall_clock": peer_rates(
-                target,
-                prompts[:12],
-                self.new_tokens,
-                lambda place: bench.answer(PLAIN, [prompts[place]], self.new_tokens).seconds,
-            )
-        }
-        details = {
+        run.details |= {
             "kept": len(places),
             "loops": len(prompts) - len(places),
             "bf16_agreement": agreement(result[_MEDUSA][0], result[PLAIN][0]),
@@ -126,9 +105,7 @@ class MedusaClaim(BaseClaim):
             "costs": _costs(bench) if method is not None else {},
             "heads_bytes": (Path(heads) / "drafter.safetensors").stat().st_size,
         }
-        return ClaimSamples(
-            metrics=metrics, peers=peers, details=details, profile=_profile(details)
-        )
+        run.profile = _profile(run.details)
 
 
 def _costs(bench: Any) -> dict[str, float]:

@@ -19,22 +19,23 @@ import os
 import random
 import signal
 import statistics
-import sysconfig
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.cached import own_home
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.c4 import longest_waiter
+from shoal.claims.experiments.tiny import losses_of, run_plan, train_job
+from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.bootstrap import bootstrap, groups_of
 from shoal.claims.lab.overlap_ladder import ladder
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.protocols import ExperimentContext
+from shoal.claims.ranks import on_ranks, slowest
 from shoal.core.errors import ShoalError
-from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
@@ -44,6 +45,8 @@ from shoal.machine.described import load
 from shoal.machine.emulate import emulate, unavailable
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.megascale import MegaScale as Locator
+from shoal.train.watch.recorder import Recorder
+from shoal.train.watch.watched_comm import WatchedComm
 
 __all__ = ["MegaScaleClaim"]
 
@@ -55,6 +58,9 @@ _RANKS = "shoal.claims.experiments.megascale_ranks"
 _APART = 48
 _BANDWIDTH = 300e6 / 8
 _TP, _PP = 8, 8
+_SWAPS = {"during": "after"}
+# Recorded operations that are timed together, and how often.
+_CALLS, _REPEATS = 5000, 5
 
 
 @part
@@ -75,56 +81,35 @@ class MegaScaleClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (81,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Break, watch, repair; count; simulate; and time two processes with a slow link."""
-        details: dict[str, JsonValue] = {}
-        skipped: dict[str, str] = {}
-        result = _planted(context) if quick else self._trained(context, details)
-        if as_baseline:
-            named, alarms = result["blamed"], result["blamed_alarms"]
-        else:
-            named, alarms = result["named"], result["alarms"]
-        metrics = {
-            "named": PairedSamples(method=tuple(named)),
-            "false_alarms": PairedSamples(method=(float(alarms),)),
-        }
-        metrics["barrier_growth"] = PairedSamples(
-            method=(_growth(self.ranks, as_baseline, details),)
+        context = run.context
+        key, make = ("planted", _plant) if run.quick else ("trained", self._train)
+        result = run.remember(key, lambda: make(context))
+        run.put("named", result[run.pick("named", "blamed")])
+        run.put("false_alarms", result[run.pick("alarms", "blamed_alarms")])
+        run.put("barrier_growth", _growth(self.ranks, run.as_baseline, run.details))
+        run.put("ladder_speedup", _ladder(run))
+        if run.quick:
+            return
+        run.details |= result["details"]
+        run.put("same_losses", result[run.pick("same", "unrepaired")])
+        run.put("recorder_share", result["recorder_share"])
+        reason = unavailable()
+        if reason is not None:
+            run.skip(reason, "overlap_speedup")
+            return
+        run.progress("gradients over a slow link", 0.9)
+        times = _overlapped(self.pairs, run.arms({"during": True, "after": False}, _SWAPS))
+        alone, after, during = (statistics.median(times[n]) for n in ("alone", "after", "during"))
+        bound = after / max(alone, after - alone)
+        run.put("overlap_speedup", times["during"], times["after"], bound=bound)
+        run.profile = (
+            f"passes {1e3 * alone:.0f} ms, sums after them "
+            f"{1e3 * (after - alone):.0f} ms, together {1e3 * during:.0f} ms"
         )
-        metrics["ladder_speedup"] = PairedSamples(method=(_ladder(as_baseline, details),))
-        if not quick:
-            metrics["same_losses"] = PairedSamples(
-                method=tuple(result["unrepaired"] if as_baseline else result["same"])
-            )
-            metrics["recorder_share"] = PairedSamples(method=(result["recorder_share"],))
-            reason = unavailable()
-            if reason is not None:
-                skipped["overlap_speedup"] = reason
-                return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
-            context.progress("gradients over a slow link", 0.9)
-            times = _overlapped(self.pairs, not as_baseline)
-            metrics["overlap_speedup"] = PairedSamples(
-                method=tuple(times["during"]), baseline=tuple(times["after"])
-            )
-            alone = statistics.median(times["alone"])
-            after = statistics.median(times["after"])
-            during = statistics.median(times["during"])
-            bound = after / max(alone, after - alone)
-            return ClaimSamples(
-                metrics=metrics,
-                details=details,
-                bounds={"overlap_speedup": bound},
-                profile=f"passes {1e3 * alone:.0f} ms, sums after them "
-                f"{1e3 * (after - alone):.0f} ms, together {1e3 * during:.0f} ms",
-            )
-        return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
 
-    def _trained(self, context: ExperimentContext, details: dict[str, JsonValue]) -> dict[str, Any]:
-        return context.remember("trained", lambda: self._train(context, details))
-
-    def _train(self, context: ExperimentContext, details: dict[str, JsonValue]) -> dict[str, Any]:
+    def _train(self, context: ExperimentContext) -> dict[str, Any]:
         """All runs: one without faults, one after the other with a fault of each kind."""
         from shoal.train.watch.robust import Robust, execute_robust
 
@@ -136,7 +121,7 @@ class MegaScaleClaim(BaseClaim):
         same: list[float] = []
         unrepaired: list[float] = []
         alarms = 0
-        values: list[JsonValue] = []
+        values: list[str] = []
         restarts: list[float] = []
         with own_home(context.work_dir):
             clean = context.work_dir / "clean"
@@ -144,7 +129,7 @@ class MegaScaleClaim(BaseClaim):
             rest = max(0, self.clean_steps - steps)
             execute_robust(self._plan(context, steps), clean, robust, module=_WORKER)
             alarms += len(_faults(clean))
-            right = _losses(clean)
+            right = losses_of(_events(clean))
             evidence = Evidence.load(clean / "ranks")
             share = _recorder_share(evidence, clean)
             blamed_alarms = len(longest_waiter(evidence).faults)
@@ -176,7 +161,7 @@ class MegaScaleClaim(BaseClaim):
                 correct = {event["place"] for event in faults} & set(plan)
                 named += [float(place in correct) for place in plan]
                 alarms += sum(event["place"] not in plan for event in faults)
-                losses = _losses(run)
+                losses = losses_of(_events(run))
                 same.append(statistics.fmean(losses.get(s) == v for s, v in right.items()))
                 first = min(at for _, at in plan.values())
                 unrepaired.append(first / steps)
@@ -187,9 +172,11 @@ class MegaScaleClaim(BaseClaim):
                     if list(folder.glob("*.flight")):
                         guess = longest_waiter(Evidence.load(folder)).faults[0].ranks[0]
                         blamed.append(float(guess == event["rank"]))
-        details["faults"] = values
-        details["restart_s"] = statistics.median(restarts) if restarts else 0.0
         return {
+            "details": {
+                "faults": values,
+                "restart_s": statistics.median(restarts) if restarts else 0.0,
+            },
             "named": named,
             "alarms": alarms,
             "blamed": blamed or [0.0],
@@ -200,43 +187,21 @@ class MegaScaleClaim(BaseClaim):
         }
 
     def _plan(self, context: ExperimentContext, steps: int) -> TrainPlan:
-        from shoal.cost.training.step import estimate
-
-        corpus = context.work_dir / "corpus"
-        if not corpus.exists():
-            corpus.mkdir(parents=True)
-            for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]:
-                write_atomic(corpus / path.name, path.read_bytes()[:40_000])
-        job = TrainJob.model_validate(
-            {
-                "name": "megascale",
-                "model": "shoal-0.3m",
-                "data": {"name": "text", "path": str(corpus), "pattern": "*.py"},
-                "steps": steps,
-                "seq_len": 64,
-                "global_batch": 2 * _WORLD,
-                "threads": 1,
-                "precision": "fp32",
-                "parallel": {"dp": _WORLD},
-                "seed": context.seed,
-                "checkpoint": {"every": 4, "keep": 3},
-                "evaluation": {"every": 0, "final": False, "sample_tokens": 0},
-                "watch": {"beat_s": 1.5, "check_every": 4},
-                "timeout_s": 60,
-            }
+        return run_plan(
+            context,
+            40,
+            name="megascale",
+            steps=steps,
+            seq_len=64,
+            global_batch=2 * _WORLD,
+            parallel={"dp": _WORLD},
+            checkpoint={"every": 4, "keep": 3},
+            watch={"beat_s": 1.5, "check_every": 4},
         )
-        machine = context.machine or load("laptop")
-        shape = find(job.model)
-        cost = estimate(Work(shape=shape, job=job), machine)
-        return TrainPlan(job=job, machine=machine, shape=shape, estimate=cost)
-
-
-def _planted(context: ExperimentContext) -> dict[str, Any]:
-    """What threads on a virtual clock can show: who ends, stops before a collective, or is slow."""
-    return context.remember("planted", lambda: _plant(context))
 
 
 def _plant(context: ExperimentContext) -> dict[str, Any]:
+    """What threads on a virtual clock can show: who ends, stops before a collective, or is slow."""
     from shoal.claims.experiments.c4_ranks import InjectedFault, run_virtual
 
     source = random.Random(context.seed)
@@ -296,11 +261,6 @@ def _faults(run: Path) -> list[dict[str, Any]]:
     return [event for event in _events(run) if event["kind"] == "fault"]
 
 
-def _losses(run: Path) -> dict[int, float]:
-    """Step -> loss; the last time a step was done counts."""
-    return {e["step"]: e["loss"] for e in _events(run) if e["kind"] == "step"}
-
-
 def _report(event: Mapping[str, Any], plan: Mapping[int, tuple[str, int]]) -> str:
     kind, step = plan.get(event["place"], ("nothing", -1))
     return (
@@ -324,19 +284,50 @@ def _restart_seconds(run: Path) -> list[float]:
 
 def _recorder_share(evidence: Evidence, run: Path) -> float:
     """Seconds that recording takes, over those of a step: the operations of a step, times one."""
-    from shoal.claims.experiments.megascale_recording import operation_s
-
     steps = evidence.steps()
     rows = evidence.flights[0].rows
     each = sum(int(step) in set(steps) for step in rows["step"].tolist()) / max(1, len(steps))
     times = [event["step_s"] for event in _events(run) if event["kind"] == "step"]
-    share: float = each * operation_s() / statistics.median(times)
+    share: float = each * _operation_s() / statistics.median(times)
     return share
 
 
-def _growth(ranks: int, everyone: bool, details: dict[str, JsonValue]) -> float:
+class _Nothing:
+    """A communicator, and a tensor, without anything behind it."""
+
+    rank, world, ranks, ranks_per_node, device, meter, nbytes = 0, 2, (0, 1), None, "cpu", None, 4
+
+    def all_reduce(self, x: object, *, tag: str, op: str = "sum") -> _Nothing:
+        """Nothing."""
+        return self
+
+    def wait(self) -> None:
+        """Nothing."""
+
+
+def _operation_s() -> float:
+    """Seconds more that an operation takes where it is recorded, waiting included."""
+    bare: Any = _Nothing()
+    with scratch_directory("recorder") as folder:
+        recorder = Recorder(folder / "rank-0.flight", 0, 2)
+        watched: Any = WatchedComm(bare, recorder)
+
+        def once(comm: Any) -> float:
+            begin = time.perf_counter()
+            for _ in range(_CALLS):
+                comm.all_reduce(bare, tag="probe").wait()
+            return (time.perf_counter() - begin) / _CALLS
+
+        seconds = min(once(watched) for _ in range(_REPEATS)) - min(
+            once(bare) for _ in range(_REPEATS)
+        )
+        recorder.close()
+    return seconds
+
+
+def _growth(ranks: int, everyone: bool, details: dict[str, Any]) -> float:
     """Exponent of the arrivals at barriers over the number of ranks."""
-    counts: dict[str, JsonValue] = {}
+    counts: dict[int, int] = {}
     numbers = (ranks // 4, ranks // 2, ranks)
     logs = []
     for world in numbers:
@@ -351,13 +342,13 @@ def _growth(ranks: int, everyone: bool, details: dict[str, JsonValue]) -> float:
                 for rank in group:
                     mine[rank].append(group)
             arrivals = bootstrap(world, mine, everyone=False).arrivals
-        counts[str(world)] = arrivals
+        counts[world] = arrivals
         logs.append(math.log(arrivals))
     details["arrivals_all_groups" if everyone else "arrivals_own_groups"] = counts
     return (logs[-1] - logs[0]) / math.log(numbers[-1] / numbers[0])
 
 
-def _ladder(as_baseline: bool, details: dict[str, JsonValue]) -> float:
+def _ladder(run: ClaimRun) -> float:
     """Tokens a second with every overlap and the larger batch, over those with none."""
     job = TrainJob.model_validate(
         {
@@ -378,43 +369,22 @@ def _ladder(as_baseline: bool, details: dict[str, JsonValue]) -> float:
     )
     machine = load("A100").model_copy(update={"num_nodes": 32})
     rungs = ladder(Work(shape=find(job.model), job=job), machine)
-    details["ladder"] = {rung.name: [rung.tokens_per_s, rung.mfu] for rung in rungs}
-    return 1.0 if as_baseline else rungs[-1].tokens_per_s / rungs[0].tokens_per_s
+    run.details["ladder"] = {rung.name: [rung.tokens_per_s, rung.mfu] for rung in rungs}
+    return run.pick(rungs[-1].tokens_per_s / rungs[0].tokens_per_s, 1.0)
 
 
-def _overlapped(pairs: int, overlapped: bool) -> dict[str, list[float]]:
+def _overlapped(pairs: int, ways: dict[str, bool]) -> dict[str, tuple[float, ...]]:
     """Two processes with 300 Mbit/s between them; the slower rank's seconds, turn by turn."""
     from shoal.model.config import ModelConfig
-    from shoal.parallel.comm.processes import run_processes
 
-    job = TrainJob.model_validate(
-        {
-            "model": "shoal-4m",
-            "seq_len": 256,
-            "global_batch": 16,
-            "microbatch": 8,
-            "precision": "fp32",
-            "threads": 1,
-            "parallel": {"dp": 2},
-            "shard": {"name": "replicated", "bucket_mb": 1},
-        }
-    )
+    job = train_job(
+        model="shoal-4m", seq_len=256, global_batch=16, microbatch=8, threads=1,
+        parallel={"dp": 2}, shard={"name": "replicated", "bucket_mb": 1},
+    )  # fmt: skip
     config = ModelConfig.from_shape(find("shoal-4m"))
     with emulate(2, bandwidth=_BANDWIDTH) as network:
-        ranks = run_processes(
-            f"{_RANKS}:overlapped_steps",
-            2,
-            {
-                "job": job.model_dump(mode="json"),
-                "config": config.model_dump(mode="json"),
-                "pairs": pairs,
-                "overlapped": overlapped,
-            },
-            ranks_per_node=1,
-            start=network.start,
-            timeout_s=120.0 + 20.0 * pairs,
-        )
-    return {
-        way: [max(turn) for turn in zip(*(rank[way] for rank in ranks), strict=True)]
-        for way in ranks[0]
-    }
+        ranks = on_ranks(
+            f"{_RANKS}:overlapped_steps", 2, network=network, timeout_s=120.0 + 20.0 * pairs,
+            job=job, config=config, pairs=pairs, ways=ways,
+        )  # fmt: skip
+    return {way: slowest(ranks, way) for way in ranks[0]}

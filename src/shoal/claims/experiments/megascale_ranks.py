@@ -6,63 +6,48 @@ Both ways send the same buckets in the same order; only when they leave differs.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shoal.ir import TrainJob
-from shoal.parallel.legal import check_split
+from shoal.claims.lab.measure_passes import batch
+from shoal.claims.lab.session import RankSession
+from shoal.claims.ranks import in_turn
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
-    from shoal.parallel.comm.collectives import TorchComm
+    from shoal.ir import TrainJob
+    from shoal.model.config import ModelConfig
+    from shoal.parallel.protocols import Comm
 
 __all__ = ["overlapped_steps"]
 
-_WARMUP = 1
-
 
 def overlapped_steps(
-    comm: TorchComm,
-    *,
-    job: Mapping[str, Any],
-    config: Mapping[str, Any],
-    pairs: int,
-    overlapped: bool,
+    comm: Comm, *, job: TrainJob, config: ModelConfig, pairs: int, ways: dict[str, bool]
 ) -> dict[str, list[float]]:
-    """Seconds of steps whose gradients travel during the backward pass, and after it, in turn.
+    """Seconds of steps whose gradients travel during the backward pass, or after it, in turn.
 
     Args:
         comm: two ranks.
         job: data-parallel, replicated.
         config: the model.
         pairs: steps of each way.
-        overlapped: False puts the other way in its place.
-    """
-    from shoal.claims.lab.measure_passes import PlaceholderWeights, batch
-    from shoal.model.config import ModelConfig
-    from shoal.parallel.engine import ParallelEngine
+        ways: name -> whether gradients travel during the backward pass.
 
+    Returns:
+        Way -> seconds of its steps; ``alone``, seconds of the passes of ``after``.
+    """
     keep_freed_memory()
-    model = ModelConfig.model_validate(config)
-    named = TrainJob.model_validate(job)
-    engine = ParallelEngine(
-        named, check_split(named, model.shape()), PlaceholderWeights(model), comm
-    )
-    rows = batch(named, model.vocab_size)
-    size = named.microbatch or len(rows.inputs)
-    overlapped_steps: dict[str, list[float]] = {"during": [], "after": [], "alone": []}
-    for turn in range(-_WARMUP, pairs):
-        # Every other round backwards, so that drift favours none.
-        for way in ("during", "after")[:: 1 if turn % 2 else -1]:
-            engine.sharded.overlap = overlapped and way == "during"
-            comm.barrier()
-            begin = time.perf_counter()
-            engine.backward(rows, size, rows.targets.numel())
-            computed = time.perf_counter()
-            engine.finish()
-            comm.barrier()
-            if turn >= 0:
-                overlapped_steps[way].append(time.perf_counter() - begin)
-                if way == "after":
-                    overlapped_steps["alone"].append(computed - begin)
-    return overlapped_steps
+    engine, rows = RankSession(comm, job, config).engine, batch(job, config.vocab_size)
+    alone: dict[str, list[float]] = {way: [] for way in ways}
+
+    def step(way: str) -> None:
+        begin = time.perf_counter()
+        engine.backward(rows, job.microbatch or len(rows.inputs), rows.targets.numel())
+        alone[way].append(time.perf_counter() - begin)
+        engine.finish()
+
+    def ready(way: str) -> None:
+        engine.sharded.overlap = ways[way]
+
+    arms = {way: lambda way=way: step(way) for way in ways}
+    return {**in_turn(comm, arms, pairs, ready=ready), "alone": alone["after"][-pairs:]}

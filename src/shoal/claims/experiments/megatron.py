@@ -18,11 +18,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.pipeline_ranks import profile, time_steps
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import llama, train_job
+from shoal.claims.frame import ClaimRun, wire_bytes
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
 from shoal.cost.training.megatron import training_days
@@ -55,106 +55,60 @@ class MegatronClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (22,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Count bytes and compute days; the full run also times schedules, for about 2 min."""
-        context.progress("bytes between nodes", 0.0)
-        shares = [t * internode_bytes(t, scatter=not as_baseline) for t in _TENSOR]
-        whole = [internode_bytes(t, scatter=False) for t in _TENSOR]
-        days = training_days(*_RUN) * (6 / 8 if as_baseline else 1)
-        metrics = {
-            "internode_share": PairedSamples(method=tuple(shares), baseline=tuple(whole)),
-            "days_175b": PairedSamples(method=(days,)),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
+        run.progress("bytes between nodes", 0.0)
+        shares = [t * internode_bytes(t, scatter=not run.as_baseline) for t in _TENSOR]
+        run.put("internode_share", shares, (internode_bytes(t, scatter=False) for t in _TENSOR))
+        run.put("days_175b", training_days(*_RUN) * run.pick(1, 6 / 8))
+        if run.quick:
+            return
         keep_freed_memory()  # as the ranks of a training run do
-        details: dict[str, JsonValue] = {}
-        metrics["simulated_speedup"] = self._simulated(context, details, as_baseline)
-        context.progress("steps of two processes", 0.4)
-        metrics["two_process_speedup"], result = self._processes(context, as_baseline)
-        return ClaimSamples(
-            metrics=metrics,
-            bounds={"simulated_speedup": 33 / 26.25, "two_process_speedup": 20 / 18},
-            profile=result,
-            details=details,
+        self._simulated(run)
+        run.progress("steps of two processes", 0.4)
+        config = _model(8, 384)
+        jobs = [_job(4, pp=2), _job(4, pp=2, vpp=run.pick(2, 1))]
+        result = time_steps(jobs, config, pairs=self.pairs, seed=run.seed)
+        baseline, method = result.seconds
+        run.put("two_process_speedup", method, baseline, bound=20 / 18)
+        run.profile = "\n".join(
+            profile(events, title=job.parallel.schedule.name)
+            for job, events in zip(jobs, result.events, strict=True)
         )
 
-    def _simulated(
-        self, context: ExperimentContext, details: dict[str, JsonValue], as_baseline: bool
-    ) -> PairedSamples:
+    def _simulated(self, run: ClaimRun) -> None:
         """Simulated steps with measured passes, round by round."""
         from shoal.claims.lab.measure_passes import measure_link, measure_passes
 
-        config = _model(num_layers=16, hidden=256)
+        config = _model(16, 256)
         # Four micro-batches are timed; eight are simulated.
         timed = [_job(4, pp=4), _job(4, pp=4, vpp=4)]
-        context.progress("passes of every stage", 0.1)
-        plain, interleaved = context.remember(
+        run.progress("passes of every stage", 0.1)
+        plain, interleaved = run.remember(
             "passes", lambda: measure_passes(timed, config, rounds=self.rounds)
         )
         nbytes = int(plain.rounds[0].boundary_bytes)
-        link = context.remember("link", lambda: measure_link(nbytes))
+        link = run.remember("link", lambda: measure_link(nbytes))
         first, second = schedule_of(_job(8, pp=4)), schedule_of(_job(8, pp=4, vpp=4))
         baseline = [simulate(first, costs, link).makespan for costs in plain.rounds]
         method = [simulate(second, costs, link).makespan for costs in interleaved.rounds]
-        details["passes_s"] = {
-            "1f1b": {k: list(v) for k, v in plain.median.seconds.items()},
-            "interleaved": {k: list(v) for k, v in interleaved.median.seconds.items()},
+        run.put("simulated_speedup", run.pick(method, baseline), baseline, bound=33 / 26.25)
+        run.details |= {
+            "passes_s": {"1f1b": plain.median.seconds, "interleaved": interleaved.median.seconds},
+            "message_s": link.seconds(0, 1, nbytes),
+            "message_bytes": nbytes,
         }
-        details["message_s"] = link.seconds(0, 1, nbytes)
-        details["message_bytes"] = nbytes
-        return PairedSamples(
-            method=tuple(baseline if as_baseline else method), baseline=tuple(baseline)
-        )
-
-    def _processes(
-        self, context: ExperimentContext, as_baseline: bool
-    ) -> tuple[PairedSamples, str]:
-        """Steps of two processes, in turn."""
-        config = _model(num_layers=8, hidden=384)
-        jobs = [_job(4, pp=2), _job(4, pp=2, vpp=1 if as_baseline else 2)]
-        result = time_steps(jobs, config, pairs=self.pairs, seed=context.seed)
-        baseline, method = result.seconds
-        notes = [
-            profile(events, title=job.parallel.schedule.name)
-            for job, events in zip(jobs, result.events, strict=True)
-        ]
-        return PairedSamples(method=method, baseline=baseline), "\n".join(notes)
 
 
-def _model(**changes: Any) -> ModelConfig:
-    from shoal.model.config import ModelConfig
-
-    hidden = int(changes["hidden"])
-    heads = max(4, hidden // 64)
+def _model(layers: int, hidden: int) -> ModelConfig:
     # A vocabulary of bytes keeps the first and the last stage like the others.
-    return ModelConfig(
-        family="llama",
-        vocab_size=256,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        ffn_hidden=3 * hidden,
-        max_position=256,
-        **changes,
-    )
+    return llama(hidden, layers, max(4, hidden // 64))
 
 
 def _job(microbatches: int, *, vpp: int = 1, seq_len: int = 256, **parallel: Any) -> TrainJob:
-    split: dict[str, Any] = {**parallel, "vpp": vpp}
-    split["schedule"] = "interleaved" if vpp > 1 else "1f1b"
-    return TrainJob.model_validate(
-        {
-            "model": "shoal-0.3m",
-            "seq_len": seq_len,
-            "global_batch": microbatches,
-            "microbatch": 1,
-            "precision": "fp32",
-            "steps": 1,
-            "parallel": split,
-        }
+    split = {**parallel, "vpp": vpp, "schedule": "interleaved" if vpp > 1 else "1f1b"}
+    return train_job(
+        seq_len=seq_len, global_batch=microbatches, microbatch=1, steps=1, parallel=split
     )
 
 
@@ -165,26 +119,17 @@ def internode_bytes(tp: int, *, scatter: bool) -> float:
         tp: tensor-parallel ranks of a stage.
         scatter: each sends its share of a boundary; else each sends all of it.
     """
-    from shoal.claims.lab.measure_passes import PlaceholderWeights, batch
+    from shoal.claims.lab.measure_passes import batch
+    from shoal.claims.lab.session import RankSession
     from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.core.meter import Meter
-    from shoal.parallel.engine import ParallelEngine
-    from shoal.parallel.legal import check_split
 
-    config = _model(num_layers=2, hidden=32)
+    config = _model(2, 32)
     job = _job(4, pp=2, tp=tp, seq_len=16, scatter_gather=scatter)
-    schedule = check_split(job, config.shape())
 
     def step(comm: ThreadComm) -> None:
-        engine = ParallelEngine(job, schedule, PlaceholderWeights(config), comm)
-        rows = batch(job, config.vocab_size)
-        engine.backward(rows, 1, rows.targets.numel())
-        engine.finish()
+        RankSession(comm, job, config).passes(batch(job, config.vocab_size))
 
     meter = Meter([])
     run_ranks(2 * tp, step, meter=meter, ranks_per_node=tp)
-    return sum(
-        total
-        for name, total in meter.totals().items()
-        if name.startswith("wire_bytes{") and "scope=node" in name
-    )
+    return wire_bytes(meter.totals(), "scope=node")

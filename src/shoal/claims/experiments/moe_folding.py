@@ -17,14 +17,13 @@ The A/A run has the experts inside dp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import Choice, part
-from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     from shoal.ir import Machine, Parallel
@@ -58,40 +57,46 @@ class MoeFoldingClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (92,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        from shoal.claims.experiments.moe_folding_ranks import SPLITS, errors, routed_bytes
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        from shoal.claims.experiments.moe_folding_ranks import (
+            SPLITS,
+            errors,
+            layer_and_permuting,
+            routed_bytes,
+        )
 
-        fold = not as_baseline
-        context.progress("sixty-four ranks", 0.05)
+        fold = not run.as_baseline
+        run.progress("sixty-four ranks", 0.05)
         steps = {name: self._simulated(name) for name in _SHAPES}
-        context.progress("eight ranks that route", 0.2)
-        sent = routed_bytes(context.seed, fold=fold)
-        context.progress("steps beside one process", 0.3)
-        metrics = {
-            "off_node": PairedSamples(method=tuple(map(float, _off_node(fold=fold)))),
-            "simulated": PairedSamples(
-                method=tuple(one[fold] for one in steps.values()),
-                baseline=tuple(one[False] for one in steps.values()),
-            ),
-            "far_bytes": PairedSamples(method=(sent.far,)),
-            "uncounted_bytes": PairedSamples(method=(sent.uncounted,)),
-            "error": PairedSamples(method=errors(SPLITS[:2] if quick else SPLITS)),
-        }
-        details: dict[str, Any] = {
+        run.put("off_node", _off_node(fold=fold))
+        run.put(
+            "simulated",
+            (one[fold] for one in steps.values()),
+            (one[False] for one in steps.values()),
+        )
+        run.progress("eight ranks that route", 0.2)
+        sent = routed_bytes(run.seed, fold=fold)
+        run.put("far_bytes", sent.far)
+        run.put("uncounted_bytes", sent.uncounted)
+        run.progress("steps beside one process", 0.3)
+        run.put("error", errors(SPLITS[: 2 if run.quick else None]))
+        run.details |= {
             "over_inside_dp": {name: one[False] / one[True] for name, one in steps.items()},
             "near_bytes": sent.near,
-            "rows_of_experts": list(sent.rows),
+            "rows_of_experts": sent.rows,
         }
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        context.progress("permuting beside the layer", 0.6)
-        sizes = {"permuting": (8, self.hidden), "permuting_tiny": (16, self.tiny)}
-        for name, size in sizes.items():
-            metrics[name] = self._permuting(context, *size, whole=as_baseline)
-        return ClaimSamples(metrics=metrics, details=details)
+        if run.quick:
+            return
+        run.progress("permuting beside the layer", 0.6)
+        for name, experts, width in (
+            ("permuting", 8, self.hidden),
+            ("permuting_tiny", 16, self.tiny),
+        ):
+            layer, permuting = layer_and_permuting(experts, width, self.tokens, run.seed)
+            arms = {"method": permuting, "baseline": layer}
+            timed = run.race(arms, self.rounds, threads=1)
+            run.put(name, timed["method"], timed["baseline"])
 
     def _simulated(self, name: str) -> dict[bool, float]:
         """Seconds of a step on sixty-four ranks, folded and with experts inside dp."""
@@ -111,22 +116,6 @@ class MoeFoldingClaim(BaseClaim):
             )
             result[fold] = estimate(Work(job=job, shape=find(name)), _machine()).step_s.value
         return result
-
-    def _permuting(
-        self, context: ExperimentContext, experts: int, width: int, *, whole: bool
-    ) -> PairedSamples:
-        """Seconds of permuting rows to experts and back, beside those of the whole layer."""
-        from shoal.claims.experiments.moe_folding_ranks import layer_and_permuting
-        from shoal.core.measure import interleave
-
-        layer, permuting = layer_and_permuting(experts, width, self.tokens, context.seed)
-        with torch_threads(1):
-            timed = interleave(
-                {"method": layer if whole else permuting, "baseline": layer},
-                self.rounds,
-                seed=context.seed,
-            ).seconds
-        return PairedSamples(method=timed["method"], baseline=timed["baseline"])
 
 
 def _grid(*, fold: bool) -> Parallel:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.claims.experiments.tiny import apart, mixture
+
 if TYPE_CHECKING:
     from shoal.claims.lab.thread_ranks import ThreadComm
-    from shoal.model.config import ModelConfig
 
 __all__ = ["SPLITS", "SentBytes", "errors", "layer_and_permuting", "routed_bytes"]
 
@@ -40,16 +41,6 @@ class SentBytes(NamedTuple):
     rows: tuple[int, ...]
 
 
-def _mixture(hidden: int, experts: int, width: int) -> ModelConfig:
-    from shoal.model.config import ModelConfig
-
-    return ModelConfig(
-        name="mixture", family="mixtral", vocab_size=64, hidden=hidden, num_layers=2, num_heads=4,
-        num_kv_heads=4, head_dim=8, ffn_hidden=width, num_experts=experts, top_k=2,
-        max_position=64,
-    )  # fmt: skip
-
-
 def routed_bytes(seed: int, *, fold: bool) -> SentBytes:
     """Route tokens on eight ranks, some experts far more popular than others, and count."""
     import torch
@@ -62,7 +53,7 @@ def routed_bytes(seed: int, *, fold: bool) -> SentBytes:
     from shoal.parallel.expert.dispatch import DispatchedExperts
     from shoal.parallel.expert.exchange import TAG
 
-    config = _mixture(32, 8, 16)
+    config = mixture(32, 2, 8, 16)
     split = Parallel(dp=4, tp=2, sp=True, ep=4, fold=fold)
     source = torch.Generator().manual_seed(seed)
     # Of states that lean one way, a router chooses some experts far more often than others.
@@ -98,18 +89,7 @@ def routed_bytes(seed: int, *, fold: bool) -> SentBytes:
 
 def errors(splits: tuple[dict[str, Any], ...]) -> tuple[float, ...]:
     """Largest relative difference to one process after a step on each grid, in float64."""
-    from shoal.claims.lab.same_as_one import same_as_one
-    from shoal.ir import TrainJob
-
-    errors = []
-    for split in splits:
-        job = TrainJob(
-            model="shoal-0.3m", seq_len=16, global_batch=4, microbatch=1, precision="fp32",
-            parallel=split, grad_clip=0.05, steps=1,
-        )  # fmt: skip
-        one = same_as_one(job, _mixture(32, 4, 16), steps=1)
-        errors.append(max(one.loss, one.norm, one.gradient, one.parameter))
-    return tuple(errors)
+    return tuple(apart(split, mixture(32, 2, 4, 16)) for split in splits)
 
 
 def layer_and_permuting(
@@ -125,7 +105,7 @@ def layer_and_permuting(
 
     torch.manual_seed(seed)
     one = run_ranks(1, lambda comm: comm)[0]
-    layer = DispatchedExperts(_mixture(width, experts, width), ExpertRanks(one, one, one, one), 0)
+    layer = DispatchedExperts(mixture(width, 2, experts, width), ExpertRanks(one, one, one, one), 0)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.02)
     x_ND = torch.randn(tokens, width, requires_grad=True)

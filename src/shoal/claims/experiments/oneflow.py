@@ -34,8 +34,9 @@ from annotated_types import Ge, Gt
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
+from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.sbp_exhaustive import least_seconds
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.ranks import on_ranks
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir.placement import Mesh, Placement
@@ -71,69 +72,53 @@ class OneFlow(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (21,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Place random graphs, blocks on ranks, and run actors; two minutes in full."""
-        count = self.graphs // 10 if quick else self.graphs
+        one_by_one = run.as_baseline
+        count = self.graphs // 10 if run.quick else self.graphs
         optimal = []
         for number in range(count):
-            context.progress("random graphs", 0.6 * number / count)
-            optimal.append(_is_optimal(context.seed, number, as_baseline))
-        context.progress("blocks", 0.6)
-        results = [
-            float(column_row(block, ranks, as_baseline)) for block in BLOCKS for ranks in (4, 8)
-        ]
-        context.progress("registers", 0.65)
-        held = [_held(regs, endless=as_baseline) for regs in (1, 2, 3)]
-        metrics = {
-            "optimal": PairedSamples(method=tuple(optimal)),
-            "column_row": PairedSamples(method=tuple(results)),
-            "memory_over_registers": PairedSamples(method=tuple(memory for memory, _ in held)),
-            "lead_over_registers": PairedSamples(method=tuple(lead for _, lead in held)),
-        }
-        details: dict[str, JsonValue] = {"graphs": count}
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
+            run.progress("random graphs", 0.6 * number / count)
+            optimal.append(_is_optimal(run.seed, number, one_by_one))
+        run.put("optimal", optimal)
+        run.progress("blocks", 0.6)
+        run.put(
+            "column_row",
+            (column_row(block, ranks, one_by_one) for block in BLOCKS for ranks in (4, 8)),
+        )
+        run.progress("registers", 0.65)
+        held = [_held(regs, endless=run.as_baseline) for regs in (1, 2, 3)]
+        run.put("memory_over_registers", (memory for memory, _ in held))
+        run.put("lead_over_registers", (lead for _, lead in held))
+        run.details["graphs"] = count
+        if run.quick:
+            return
         for number, block in enumerate(BLOCKS):
-            context.progress(f"{block} on {self.ranks} ranks", 0.7 + 0.1 * number)
-            ranks = context.remember(block, partial(self._ranks, block, context.seed))
+            run.progress(f"{block} on {self.ranks} ranks", 0.7 + 0.1 * number)
+            ranks = run.remember(block, partial(self._ranks, block, run.seed))
             moved = math.fsum(rank["plan"] for rank in ranks)
             by_dim = {dim: math.fsum(rank["dtensor"][dim] for rank in ranks) for dim in ("0", "1")}
             # The plan is the same however DTensor's weights are sharded; its better way counts.
             least = min(by_dim.values())
-            metrics[f"{block}_bytes"] = PairedSamples(
-                method=(least if as_baseline else moved,), baseline=(least,)
-            )
-            details[block] = {
+            run.put(f"{block}_bytes", run.pick(moved, least), least)
+            run.details[block] = {
                 "plan_bytes": moved,
-                "dtensor_bytes_by_dimension": dict(by_dim),
+                "dtensor_bytes_by_dimension": by_dim,
                 "dtensor_calls": ranks[0]["calls"],
                 "error": max(rank["error"] for rank in ranks),
             }
-        context.progress("throughput", 0.9)
-        with_regs, with_one = [], []
-        for _ in range(self.repeats):
-            with_regs.append(self._seconds(1 if as_baseline else 2))
-            with_one.append(self._seconds(1))
-        metrics["throughput"] = PairedSamples(method=tuple(with_regs), baseline=tuple(with_one))
+        run.progress("throughput", 0.9)
+        pairs = [(self._seconds(run.pick(2, 1)), self._seconds(1)) for _ in range(self.repeats)]
         # One stage sleeps all the time: nothing can be faster. And a split by columns and rows
         # ends in one all-reduce, which is what DTensor's two gathers of attention move.
-        return ClaimSamples(
-            metrics=metrics,
-            bounds={"throughput": 2.0, "attention_bytes": 1.0},
-            details=details,
-            profile="; ".join(f"{block}: {details[block]}" for block in BLOCKS),
-        )
+        run.put("throughput", *zip(*pairs, strict=True), bound=2.0)
+        run.bounds["attention_bytes"] = 1.0
+        run.profile = "; ".join(f"{block}: {run.details[block]}" for block in BLOCKS)
 
     def _ranks(self, block: str, seed: int) -> list[Any]:
-        from shoal.parallel.comm.processes import run_processes
-
-        ranks = run_processes(
-            "shoal.claims.experiments.oneflow_ranks:compare",
-            self.ranks,
-            {"block": block, "plan": planned(block, self.ranks).model_dump(), "seed": seed},
-        )
+        plan = planned(block, self.ranks)
+        target = "shoal.claims.experiments.oneflow_ranks:compare"
+        ranks = on_ranks(target, self.ranks, block=block, plan=plan, seed=seed)
         worst = max(rank["error"] for rank in ranks)
         require(
             worst <= 1e-4,

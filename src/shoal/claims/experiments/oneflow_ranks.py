@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.claims.frame import wire_bytes
 from shoal.claims.lab.placed.placement import RankMesh, execute
 from shoal.parallel.placed.trace import TracedGraph, trace
-from shoal.plan.sbp.search import SbpPlan
 
 if TYPE_CHECKING:
     from shoal.parallel.comm.collectives import TorchComm
+    from shoal.plan.sbp.search import SbpPlan
 
 __all__ = ["BLOCKS", "TOKENS", "WIDTH", "Mlp", "ProductAttention", "compare", "traced"]
 
@@ -95,13 +95,13 @@ class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def compare(comm: TorchComm, block: str, plan: dict[str, Any], seed: int) -> dict[str, Any]:
+def compare(comm: TorchComm, block: str, plan: SbpPlan, seed: int) -> dict[str, Any]:
     """Run a block both ways on the same numbers.
 
     Args:
         comm: all ranks, one mesh axis.
         block: of :data:`BLOCKS`.
-        plan: an :class:`~shoal.plan.sbp.search.SbpPlan` of its graph.
+        plan: of its graph.
         seed: of weights and input.
 
     Returns:
@@ -116,15 +116,15 @@ def compare(comm: TorchComm, block: str, plan: dict[str, Any], seed: int) -> dic
     with torch.no_grad():
         wanted = module(x)
         graph = traced(block)
-        before = _boxing(comm)
+        before = wire_bytes(comm.meter.totals(), "boxing")
         result = execute(
             graph.graph,
-            SbpPlan.model_validate(plan),
+            plan,
             RankMesh(comm, (comm.world,)),
             {"x": x, **dict(module.named_parameters())},
         )[graph.result]
         report: dict[str, Any] = {
-            "plan": _boxing(comm) - before,
+            "plan": wire_bytes(comm.meter.totals(), "boxing") - before,
             "error": _error(result.local, wanted),
             "dtensor": {},
             "calls": {},
@@ -146,11 +146,6 @@ def compare(comm: TorchComm, block: str, plan: dict[str, Any], seed: int) -> dic
                 assert isinstance(weight, DTensor)
                 child.weight = nn.Parameter(weight.full_tensor())
     return report
-
-
-def _boxing(comm: TorchComm) -> float:
-    counted = comm.meter.totals().items()
-    return math.fsum(n for name, n in counted if name.startswith("wire_bytes") and "boxing" in name)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:

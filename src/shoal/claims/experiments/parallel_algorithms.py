@@ -11,19 +11,16 @@ results that are not NumPy's, threads that a short range wakes, and the sums tha
 from __future__ import annotations
 
 import functools
-import importlib.util
 import statistics
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave, num_cores
-from shoal.core.native import compiler
+from shoal.claims.frame import ClaimRun
+from shoal.core.measure import num_cores
 from shoal.core.parts import part
 from shoal.core.random import generator
 
@@ -48,71 +45,39 @@ class ParallelAlgorithms(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 21
 
     rows: ClassVar[tuple[int, ...]] = (10,)
+    needs: ClassVar[tuple[str, ...]] = ("c++", "torch")
+    cores: ClassVar[int] = 2
 
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """The loops need a compiler, and torch's threads."""
-        if compiler() is None:
-            return "no C++ compiler for the loops"
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        if num_cores() < 2:
-            return "one core: there is nothing to share out"
-        return None
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        context.progress("counting", 0.02)
-        metrics = {
-            "wrong_results": PairedSamples(method=(float(_wrong(context.seed)),)),
-            "threads_of_short_range": PairedSamples(method=(float(_threads(as_baseline)),)),
-            "sums_of_one_array": PairedSamples(method=(float(_sums(context.seed, as_baseline)),)),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        return self._timed(context, metrics, as_baseline)
-
-    def _timed(
-        self, context: ExperimentContext, metrics: dict[str, PairedSamples], as_baseline: bool
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        run.progress("counting", 0.02)
+        run.put("wrong_results", _wrong(run.seed))
+        run.put("threads_of_short_range", _threads(run.as_baseline))
+        run.put("sums_of_one_array", _sums(run.seed, run.as_baseline))
+        if run.quick:
+            return
         from shoal.kernel.algorithms import stream
         from shoal.kernel.dispatch import here
 
-        held = context.remember("arrays", lambda: stream.arrays(self.elements))
-        device = (context.machine or here()).device
+        held = run.remember("arrays", lambda: stream.arrays(self.elements))
+        device = (run.context.machine or here()).device
         bandwidth = device.main_memory.read_bandwidth
-        bounds: dict[str, float] = {}
-        rates: dict[str, JsonValue] = {}
+        rates = run.details["bytes_per_s"] = {}
         for index, (name, (_, _, moved)) in enumerate(stream.KERNELS.items()):
-            context.progress(f"STREAM {name}", 0.1 + 0.2 * index)
-            native = stream.native(name, held)
-            runs: dict[str, Callable[[], object]] = {"c": native, "own": stream.own(name, held)}
-            if as_baseline:
-                runs["own"] = native
+            run.progress(f"STREAM {name}", 0.1 + 0.2 * index)
+            arms = {"c": stream.native(name, held), "own": stream.own(name, held)}
             if name == "triad":
-                runs |= _peers(held)
-            timed = interleave(runs, self.pairs, seed=context.seed)
-            metrics[name] = PairedSamples(method=timed.seconds["own"], baseline=timed.seconds["c"])
+                arms |= _peers(held)
+            timed = run.race(arms, self.pairs, swaps={"own": "c"})
+            medians = {who: statistics.median(each) for who, each in timed.items()}
+            roof = moved * self.elements / bandwidth if bandwidth else 0.0
+            run.put(name, timed["own"], timed["c"], bound=medians["c"] / roof if roof else None)
             for who in ("numpy", "torch"):
-                if who in runs:
-                    method = timed.seconds[who if as_baseline else "own"]
-                    pair = PairedSamples(method=method, baseline=timed.seconds[who])
-                    metrics[f"triad_over_{who}"] = pair
-            medians = {who: timed.median(who).value for who in runs}
+                if who in timed:
+                    run.put(f"triad_over_{who}", timed[run.pick("own", who)], timed[who])
             rates[name] = {who: moved * self.elements / s for who, s in medians.items()}
-            if bandwidth:
-                roof = moved * self.elements / bandwidth
-                bounds[name] = medians["c"] / roof
-        context.progress("a short range", 0.95)
-        metrics["short_range"], short = _short(self.pairs, context.seed, as_baseline)
-        return ClaimSamples(
-            metrics=metrics,
-            bounds=bounds,
-            profile=f"a short range: {1e6 * short['par']:.1f} us by par, "
-            f"{1e6 * short['seq']:.1f} us by seq, both with checks of the call",
-            details={"bytes_per_s": rates, "short_s": dict(short)},
-        )
+        run.progress("a short range", 0.95)
+        _short(run, self.pairs)
 
 
 def _peers(held: dict[str, np.ndarray]) -> dict[str, Callable[[], object]]:
@@ -132,7 +97,7 @@ def _peers(held: dict[str, np.ndarray]) -> dict[str, Callable[[], object]]:
     return {"numpy": by_numpy, "torch": run}
 
 
-def _short(pairs: int, seed: int, as_baseline: bool) -> tuple[PairedSamples, dict[str, float]]:
+def _short(run: ClaimRun, pairs: int) -> None:
     """A triad of 4096 elements by par, and in line; its seconds and 3 us are the most."""
     from shoal.kernel.algorithms import par, seq, static, transform
 
@@ -142,14 +107,16 @@ def _short(pairs: int, seed: int, as_baseline: bool) -> tuple[PairedSamples, dic
         for _ in range(_CALLS):
             transform(policy, a, b, out=out, f="a + s*b", s=3.0)
 
-    chosen = par.with_(static()) if as_baseline else par
-    runs = {"par": functools.partial(calls, chosen), "seq": functools.partial(calls, seq)}
-    timed = interleave(runs, pairs, seed=seed)
-    each = {who: tuple(s / _CALLS for s in of) for who, of in timed.seconds.items()}
-    most = tuple(s + _GRACE_S for s in each["seq"])
-    return PairedSamples(method=each["par"], baseline=most), {
-        who: float(np.median(of)) for who, of in each.items()
-    }
+    policies = {"par": run.pick(par, par.with_(static())), "seq": seq}
+    arms = {who: functools.partial(calls, policy) for who, policy in policies.items()}
+    timed = run.race(arms, pairs, swaps={})
+    each = {who: [s / _CALLS for s in of] for who, of in timed.items()}
+    run.put("short_range", each["par"], (s + _GRACE_S for s in each["seq"]))
+    short = run.details["short_s"] = {who: statistics.median(of) for who, of in each.items()}
+    run.profile = (
+        f"a short range: {1e6 * short['par']:.1f} us by par, "
+        f"{1e6 * short['seq']:.1f} us by seq, both with checks of the call"
+    )
 
 
 def _policies() -> list[Any]:

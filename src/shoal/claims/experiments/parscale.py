@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Gt, Lt
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.parscale_runs import (
@@ -37,7 +36,8 @@ from shoal.claims.experiments.parscale_runs import (
     decoded,
     wrong_tokens,
 )
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -79,59 +79,40 @@ class ParScaleClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (108,)
 
     def __post_init__(self) -> None:
-        require(
-            len(self.wider) >= 1 and min(self.wider) > self.hidden,
-            "claim.parscale.wider",
-            self.wider,
-            expected=f"widths above hidden = {self.hidden}",
-        )
+        wider = min(self.wider, default=0) > self.hidden
+        expected = f"widths above hidden = {self.hidden}"
+        require(wider, "claim.parscale.wider", self.wider, expected=expected)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Fit the law and compare tokens; then, unless it is quick, train and decode."""
-        metrics: dict[str, PairedSamples] = {}
-        details: dict[str, JsonValue] = {}
-        self._law(context, metrics, details, as_baseline=as_baseline)
-        streams = 1 if as_baseline else 4
-        wrong = wrong_tokens(configuration(self.hidden, streams, self.prefix), context.seed)
-        metrics["wrong_tokens"] = PairedSamples(method=(float(wrong),))
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        profile, bounds = self._train(context, metrics, details, as_baseline=as_baseline)
-        return ClaimSamples(metrics=metrics, details=details, profile=profile, bounds=bounds)
+        self._law(run)
+        config = configuration(self.hidden, run.pick(4, 1), self.prefix)
+        run.put("wrong_tokens", wrong_tokens(config, run.seed))
+        if not run.quick:
+            self._train(run)
 
-    def _law(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        *,
-        as_baseline: bool,
-    ) -> None:
+    def _law(self, run: ClaimRun) -> None:
         from shoal.cost.scaling.parscale import PUBLISHED
 
-        laws = _laws(context)
+        laws = _laws(run.context)
         fits, away = [], []
         for corpus, points in PUBLISHED.items():
             law = laws[corpus]
-            if as_baseline:  # streams that are worth nothing
+            if run.as_baseline:  # streams that are worth nothing
                 law = law.model_copy(update={"k": 0.0})
             true = np.array([point.loss for point in points])
             said = np.array([law.loss(point.params, point.streams) for point in points])
             fits.append(1 - float(((true - said) ** 2).sum() / ((true - true.mean()) ** 2).sum()))
             away.append(abs(law.k - _PAPER_K[corpus]))
-        rows = [self._at_1b6(law, as_baseline=as_baseline) for law in laws.values()]
-        metrics["memory_saved_1b6"] = PairedSamples(
-            method=tuple(row.memory_saved or 0.0 for row in rows)
-        )
-        metrics["latency_saved_1b6"] = PairedSamples(
-            method=tuple(row.latency_saved or 0.0 for row in rows)
-        )
-        details["increases_1b6"] = [row.model_dump() for row in rows]
-        metrics["law_r2"] = PairedSamples(method=tuple(fits))
-        metrics["law_k"] = PairedSamples(method=tuple(away))
-        details["laws"] = {corpus: law.model_dump() for corpus, law in laws.items()}
+        rows = [self._at_1b6(law, as_baseline=run.as_baseline) for law in laws.values()]
+        run.put("memory_saved_1b6", (row.memory_saved or 0.0 for row in rows))
+        run.put("latency_saved_1b6", (row.latency_saved or 0.0 for row in rows))
+        run.put("law_r2", fits)
+        run.put("law_k", away)
+        run.details |= {
+            "increases_1b6": [row.model_dump(mode="json") for row in rows],
+            "laws": {corpus: law.model_dump(mode="json") for corpus, law in laws.items()},
+        }
 
     def _at_1b6(self, law: ParallelLaw, *, as_baseline: bool) -> EqualLoss:
         """Four streams of 1.6e9 parameters beside the dense model, one request of 256 tokens."""
@@ -144,15 +125,8 @@ class ParScaleClaim(BaseClaim):
         shape, machine = find("Qwen2.5-1.5B"), load("1xH200")
         return equal_loss(law, shape, machine, params=1.6e9, streams=(4,), context=256)[0]
 
-    def _train(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        *,
-        as_baseline: bool,
-    ) -> tuple[str, dict[str, float]]:
-        """Losses, and what both ways of growing cost; the profile and the bounds of metrics."""
+    def _train(self, run: ClaimRun) -> None:
+        """Losses, and what both ways of growing cost."""
         from shoal.claims.experiments.arch_training import text
 
         stages = Stages(
@@ -160,26 +134,22 @@ class ParScaleClaim(BaseClaim):
             late=self.late,
             prefix=self.prefix,
             faster=self.faster,
-            data=context.remember("text", lambda: text(context.data)),
+            data=text(run.context.data),
         )
 
         def trained(hidden: int, streams: int) -> list[TrainingResult]:
             results = []
             for number in range(self.seeds):
-                seed = context.seed + number
+                seed = run.seed + number
                 said = f"width {hidden}, {streams} streams, seed {seed}"
-                context.progress(said, 0.1 + 0.8 * number / self.seeds)
-                results.append(stages.trained(context, hidden, streams, seed))
+                run.progress(said, 0.1 + 0.8 * number / self.seeds)
+                results.append(stages.trained(run.context, hidden, streams, seed))
             return results
 
-        arms = {num: trained(self.hidden, 1 if as_baseline else num) for num in _STREAMS}
-        result = {num: tuple(one.loss for one in arms[num]) for num in _STREAMS}
+        arms = {num: trained(self.hidden, run.pick(num, 1)) for num in _STREAMS}
+        result = {num: [one.loss for one in arms[num]] for num in _STREAMS}
         wide = {width: trained(width, 1) for width in self.wider}
-        dense = {width: tuple(one.loss for one in wide[width]) for width in self.wider}
-        metrics["loss_2"] = PairedSamples(method=result[2], baseline=result[1])
-        metrics["loss_4"] = PairedSamples(method=result[4], baseline=result[1])
-        metrics["loss_4_of_2"] = PairedSamples(method=result[4], baseline=result[2])
-
+        dense = {width: [one.loss for one in wide[width]] for width in self.wider}
         plain = {
             width: configuration(width, 1, self.prefix) for width in (self.hidden, *self.wider)
         }
@@ -190,34 +160,28 @@ class ParScaleClaim(BaseClaim):
         grown = configuration(self.hidden, 4, self.prefix)
         added = 4 * (count(grown) - own)
         more = added + 3 * cache_bytes(grown)
-        metrics["memory_saved"] = PairedSamples(
-            method=(self._growth(own, equal),), baseline=(more,)
-        )
-        token_s = self._decode(context, metrics, equal / own, as_baseline=as_baseline)
-
         # What the paper's streams are worth at this size, by its law of code.
-        law = _laws(context)["stack"]
+        law = _laws(run.context)["stack"]
         line = {num: law.loss(own, num) for num in _STREAMS}
-        cached = cache_bytes(plain[self.hidden])
-        read = 4 * own + cached  # bytes of a decoded token
-        bounds = {
-            "loss_2": line[2] / line[1],
-            "loss_4": line[4] / line[1],
-            "loss_4_of_2": line[4] / line[2],
-            "memory_saved": self._growth(own, law.effective(own, 4)) / more,
-            "latency": (read + more) / (read + self._growth(own, equal)),
-        }
+        run.put("loss_2", result[2], result[1], bound=line[2] / line[1])
+        run.put("loss_4", result[4], result[1], bound=line[4] / line[1])
+        run.put("loss_4_of_2", result[4], result[2], bound=line[4] / line[2])
+        bound = self._growth(own, law.effective(own, 4)) / more
+        run.put("memory_saved", self._growth(own, equal), more, bound=bound)
+        token_s = self._decode(run, equal / own)
+        read = 4 * own + cache_bytes(plain[self.hidden])  # bytes of a decoded token
+        run.bounds["latency"] = (read + more) / (read + self._growth(own, equal))
         step_s = {
             **{f"{num} streams": fmean(one.step_s for one in arms[num]) for num in _STREAMS},
             **{f"width {width}": fmean(one.step_s for one in wide[width]) for width in wide},
         }
-        details["training"] = {
+        run.details["training"] = {
             "steps": self.steps,
             "late": self.late,
-            "loss": {str(num): [*losses] for num, losses in result.items()},
-            "dense_loss": {str(width): [*losses] for width, losses in dense.items()},
-            "parameters": {str(width): size for width, size in sizes.items()},
-            "step_s": {**step_s},
+            "loss": result,
+            "dense_loss": dense,
+            "parameters": sizes,
+            "step_s": step_s,
             "dense_of_equal_loss": equal,
             "widest_is_worse": equal == sizes[self.wider[-1]],
             "width_of_equal_loss": self.hidden * math.sqrt(equal / own),
@@ -226,43 +190,36 @@ class ParScaleClaim(BaseClaim):
                 "of_prefixes_and_aggregator": added,
                 "dense": self._growth(own, equal),
             },
-            "token_s": {**token_s},
+            "token_s": token_s,
         }
         steps = ", ".join(f"{name} {seconds:.2f}" for name, seconds in step_s.items())
         tokens = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in token_s.items())
-        profile = f"s a training step: {steps}; ms a decoded token: {tokens}"
-        return profile, bounds
+        run.profile = f"s a training step: {steps}; ms a decoded token: {tokens}"
 
     def _growth(self, own: float, size: float) -> float:
         """Bytes of weights and cache that a dense model of ``size`` parameters has more."""
         cached = cache_bytes(configuration(self.hidden, 1, self.prefix))
         return 4 * (size - own) + cached * (math.sqrt(size / own) - 1)
 
-    def _decode(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        grown: float,
-        *,
-        as_baseline: bool,
-    ) -> dict[str, float]:
+    def _decode(self, run: ClaimRun, grown: float) -> dict[str, float]:
         """Time four streams beside the dense models around the one so many times as big.
 
         Returns seconds of a token.
         """
-        context.progress("decoding", 0.95)
+        run.progress("decoding", 0.95)
         width = self.hidden * math.sqrt(grown)
         below, share = 32 * int(width // 32), width % 32 / 32
         arms = {
-            "streams": (self.hidden, 1 if as_baseline else 4),
+            "streams": (self.hidden, run.pick(4, 1)),
             "below": (below, 1),
             "above": (below + 32, 1),
             "one": (self.hidden, 1),
         }
-        timed = decoded(arms, self.prefix, self.rounds, context.seed)
+        timed = decoded(run, arms, self.prefix, self.rounds)
         between = zip(timed["below"], timed["above"], strict=True)
-        as_good = tuple((1 - share) * low + share * high for low, high in between)
-        metrics["latency"] = PairedSamples(method=timed["streams"], baseline=as_good)
+        run.put(
+            "latency", timed["streams"], ((1 - share) * low + share * high for low, high in between)
+        )
         return {f"{name} ({arms[name][0]} wide)": fmean(seconds) for name, seconds in timed.items()}
 
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shoal.core.measure import interleave
+from shoal.claims.experiments.tiny import requests, served
 from shoal.core.random import generator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shoal.claims.experiments.arch_training import ModuleText
+    from shoal.claims.frame import ClaimRun
     from shoal.claims.protocols import ExperimentContext
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
@@ -141,23 +142,19 @@ def cache_bytes(config: ModelConfig) -> int:
 
 
 def decoded(
-    arms: Mapping[str, tuple[int, int]], prefix: int, rounds: int, seed: int
-) -> dict[str, tuple[float, ...]]:
+    run: ClaimRun, arms: Mapping[str, tuple[int, int]], prefix: int, rounds: int
+) -> dict[str, list[float]]:
     """Seconds of a token of one sequence with the kernels of serving, on one thread, in turn.
 
     Args:
+        run: whose arms they are.
         arms: name -> width and streams.
         prefix: virtual tokens of a stream.
         rounds: how often each decodes.
-        seed: of the order.
     """
-    import torch
-
-    threads = torch.get_num_threads()
     decoders = {name: _decoder(configuration(*arm, prefix)) for name, arm in arms.items()}
-    timed = interleave(decoders, rounds, seed=seed).seconds
-    torch.set_num_threads(threads)
-    return {name: tuple(one / _TOKENS for one in each) for name, each in timed.items()}
+    timed = run.race(decoders, rounds, swaps={}, threads=1)
+    return {name: [one / _TOKENS for one in each] for name, each in timed.items()}
 
 
 def _decoder(config: ModelConfig) -> Callable[[], object]:
@@ -172,7 +169,7 @@ def _decoder(config: ModelConfig) -> Callable[[], object]:
 
 def wrong_tokens(config: ModelConfig, seed: int) -> int:
     """Tokens of the engine that are not those of plain generation, in eight requests."""
-    from shoal.ir import Request, SamplingParams, ServeJob
+    from shoal.ir import ServeJob
     from shoal.model.generate import generate
     from shoal.serve.engine.build import engine_of, prepare
     from shoal.train.zoo import random
@@ -186,16 +183,8 @@ def wrong_tokens(config: ModelConfig, seed: int) -> int:
     want = [generate(plain, prompt, 12) for prompt in prompts]
     job = ServeJob(model="mini", precision="fp32", kv_tokens=2048, threads=1, max_step_tokens=32)
     engine, _, _ = engine_of(job, prepare(job, random(config, seed)))
-    requests = [
-        Request(f"{number}", [*prompt], len(prompt), SamplingParams(max_tokens=12))
-        for number, prompt in enumerate(prompts)
-    ]
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
     return sum(
         one != other
-        for request, tokens in zip(requests, want, strict=True)
-        for one, other in zip(request.tokens[request.n_prompt :], tokens, strict=True)
+        for found, tokens in zip(served(engine, requests(prompts, 12)), want, strict=True)
+        for one, other in zip(found, tokens, strict=True)
     )

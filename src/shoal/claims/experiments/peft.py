@@ -14,31 +14,32 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.peft_learning import (
     FULL,
     PeftSetting,
-    TuningLosses,
     TuningRun,
     make_base,
     mini_model,
     texts,
     tune,
 )
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave
+from shoal.claims.experiments.tiny import requests, served
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part, table
 from shoal.core.random import generator
+from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from shoal.model.transformer import Transformer
 
@@ -96,34 +97,27 @@ class PeftClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (66,)
     needs: ClassVar[tuple[str, ...]] = ("torch", "peft", "transformers")
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        import torch
-
-        context.progress("counting", 0.02)
-        metrics, details = self._counted(context, as_baseline=as_baseline)
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        threads = torch.get_num_threads()
-        try:
-            gains, learned = self._learned(context, as_baseline=as_baseline)
-            details |= learned
-            judged = [gains[name] for name in _CLASS] if not as_baseline else [0.0]
-            metrics["lora_class_gain"] = PairedSamples(method=tuple(judged))
-            context.progress("steps beside the library", 0.85)
-            metrics["step"] = self._steps(context, as_baseline=as_baseline)
-            context.progress("batches of requests", 0.92)
-            metrics |= self._served(context, as_baseline=as_baseline)
-        finally:
-            torch.set_num_threads(threads)
-        profile = ", ".join(
-            f"{name}: {1e3 * float(np.median(metrics[name].method)):.1f} ms beside "
-            f"{1e3 * float(np.median(metrics[name].baseline)):.1f} ms"
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        run.progress("counting", 0.02)
+        self._count(run)
+        if run.quick:
+            return
+        if run.as_baseline:
+            run.put("lora_class_gain", 0.0)
+        else:
+            with torch_threads(_AT_A_TIME):
+                gains = self._learned(run)
+            run.put("lora_class_gain", (gains[name] for name in _CLASS))
+        run.progress("steps beside the library", 0.85)
+        self._steps(run)
+        run.progress("batches of requests", 0.92)
+        self._served(run)
+        run.profile = ", ".join(
+            f"{name}: {1e3 * float(np.median(run.metrics[name].method)):.1f} ms beside "
+            f"{1e3 * float(np.median(run.metrics[name].baseline)):.1f} ms"
             for name in ("step", "batch_of_16", "over_separate")
         )
-        return ClaimSamples(metrics=metrics, details=details, profile=profile)
 
     # ------------------------------------------------------------------ what is counted
 
@@ -136,70 +130,52 @@ class PeftClaim(BaseClaim):
     def _model(self, seed: int) -> Transformer:
         return mini_model(self.setting, seed)
 
-    def _counted(
-        self, context: ExperimentContext, *, as_baseline: bool
-    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
+    def _count(self, run: ClaimRun) -> None:
         """Parameters, bytes and answers."""
         shares, bytes_of = [], []
         for name in _CLASS:
-            model = self._model(context.seed)
+            model = self._model(run.seed)
             whole = sum(p.numel() for p in model.parameters())
-            if not as_baseline:
+            if not run.as_baseline:
                 _method(name).inject(model)
             trained = [p for p in model.parameters() if p.requires_grad]
             shares.append(sum(p.numel() for p in trained) / whole)
-            bytes_of.append(float(_step_bytes(model, trained)))
-        model = self._model(context.seed)
-        everything = float(_step_bytes(model, list(model.parameters())))
-        linears = _linear_bytes(self._model(context.seed))
-        quantised = self._model(context.seed)
-        if not as_baseline:
+            bytes_of.append(_step_bytes(model, trained))
+        model = self._model(run.seed)
+        everything = _step_bytes(model, list(model.parameters()))
+        linears = _linear_bytes(self._model(run.seed))
+        quantised = self._model(run.seed)
+        if not run.as_baseline:
             _method("qlora").inject(quantised)
-        kept = {name: float(self._kept(context, name)) for name in ("lora", "lora_fa")}
-        wrong = self._wrong(context)
-        metrics = {
-            "trained_share": PairedSamples(method=tuple(shares)),
-            "gradient_and_optimizer_bytes": PairedSamples(
-                method=tuple(bytes_of), baseline=(everything,) * len(bytes_of)
-            ),
-            "qlora_weight_bytes": PairedSamples(
-                method=(float(_linear_bytes(quantised)) * (0.5 if as_baseline else 1.0),),
-                baseline=(linears / 2,),
-            ),
-            "lora_fa_activations": PairedSamples(
-                method=(kept["lora" if as_baseline else "lora_fa"],), baseline=(kept["lora"],)
-            ),
-            "wrong_answers": PairedSamples(method=(float(wrong),)),
+        kept = {name: self._kept(run.seed, name) for name in ("lora", "lora_fa")}
+        run.put("trained_share", shares)
+        run.put("gradient_and_optimizer_bytes", bytes_of, [everything] * len(bytes_of))
+        run.put("qlora_weight_bytes", _linear_bytes(quantised) * run.pick(1.0, 0.5), linears / 2)
+        run.put("lora_fa_activations", kept[run.pick("lora_fa", "lora")], kept["lora"])
+        run.put("wrong_answers", self._wrong(run.context))
+        run.details |= {
+            "kept_bytes": {name: float(n) for name, n in kept.items()},
+            "all_step_bytes": float(everything),
         }
-        details: dict[str, JsonValue] = {"kept_bytes": dict(kept), "all_step_bytes": everything}
-        return metrics, details
 
-    def _kept(self, context: ExperimentContext, name: str) -> int:
+    def _kept(self, seed: int, name: str) -> int:
         """Bytes that a forward pass keeps for the backward pass, parameters not counted."""
         import torch
 
-        model = self._model(context.seed)
+        from shoal.claims.bench.attention.memory import SavedBytes
+
+        model = self._model(seed)
         table("peft").build({"name": name, "r": 5, "targets": _EVERY}).inject(model)
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            place = tensor.untyped_storage().data_ptr()
-            if place not in own:
-                kept[place] = tensor.untyped_storage().nbytes()
-            alive.append(tensor)  # so that no address is used twice
-            return tensor
-
-        alive: list[Tensor] = []
         x = torch.zeros(2, self.length, dtype=torch.int64)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model.loss_sum(x, x)
-        return sum(kept.values())
+        with SavedBytes(model.parameters()) as saved:
+            loss = model.loss_sum(x, x)
+        del loss  # Until here, so that no storage is given out twice.
+        return saved.bytes
 
     def _wrong(self, context: ExperimentContext) -> int:
         """Requests in a mixed batch whose answer is not that of their own merged model."""
         base, places, merged = self._adapters(context, count=3)
-        requests = [(prompt, n % 4 - 1) for n, prompt in enumerate(self._prompts(context, 8))]
+        requests = [(prompt, n % 4 - 1) for n, prompt in enumerate(self._prompts(context.seed, 8))]
         mixed = _answers(_engine(base, places), requests, 8)
         wrong = 0
         for (prompt, number), tokens in zip(requests, mixed, strict=True):
@@ -207,8 +183,8 @@ class PeftClaim(BaseClaim):
             wrong += _answers(_engine(alone, []), [(prompt, -1)], 8)[0] != tokens
         return wrong
 
-    def _prompts(self, context: ExperimentContext, count: int) -> list[list[int]]:
-        random = generator(context.seed, purpose="peft prompts")
+    def _prompts(self, seed: int, count: int) -> list[list[int]]:
+        random = generator(seed, purpose="peft prompts")
         return random.integers(0, 256, (count, 24)).tolist()  # type: ignore[no-any-return]
 
     def _adapters(
@@ -237,26 +213,19 @@ class PeftClaim(BaseClaim):
 
     # ------------------------------------------------------------------ what is learned
 
-    def _learned(
-        self, context: ExperimentContext, *, as_baseline: bool
-    ) -> tuple[dict[str, float], dict[str, JsonValue]]:
-        """Method -> its drop of the loss as a share of full tuning's; and how that came about."""
-        if as_baseline:
-            return {}, {}
-        import torch
-
+    def _learned(self, run: ClaimRun) -> dict[str, float]:
+        """Method -> its drop of the loss as a share of full tuning's."""
         from shoal.core.pool import POOLS
 
-        context.progress("training on documentation", 0.02)
-        torch.set_num_threads(_AT_A_TIME)
+        context = run.context
+        run.progress("training on documentation", 0.02)
         result = texts(context.data)
         before = make_base(self.setting, result, context.work_dir, context.seed)
-        torch.set_num_threads(1)
-        with POOLS.build({"name": "local", "workers": _AT_A_TIME}).open() as pool:
-            run = functools.partial(pool.submit, tune, context.work_dir, self.setting)
-            context.progress("rates of learning", 0.3)
+        with torch_threads(1), POOLS.build({"name": "local", "workers": _AT_A_TIME}).open() as pool:
+            tuned = functools.partial(pool.submit, tune, context.work_dir, self.setting)
+            run.progress("rates of learning", 0.3)
             swept = {
-                (name, lr): run(TuningRun(method=name, options=options, lr=lr, seed=context.seed))
+                (name, lr): tuned(TuningRun(method=name, options=options, lr=lr, seed=context.seed))
                 for name, (options, rates) in _METHODS.items()
                 for lr in rates
             }
@@ -265,19 +234,17 @@ class PeftClaim(BaseClaim):
                 name: min(rates, key=lambda lr, name=name: tried[name, lr].choose)  # type: ignore[misc]
                 for name, (_, rates) in _METHODS.items()
             }
-            context.progress("other seeds", 0.7)
+            run.progress("other seeds", 0.7)
             again = {
-                (name, seed): run(
+                (name, seed): tuned(
                     TuningRun(
-                        method=name,
-                        options=_METHODS[name][0],
-                        lr=best[name],
+                        method=name, options=_METHODS[name][0], lr=best[name],
                         seed=context.seed + seed,
                     )
                 )
                 for name in (FULL, *_CLASS)
                 for seed in range(1, self.seeds)
-            }
+            }  # fmt: skip
             tests = {name: [tried[name, best[name]]] for name in _METHODS}
             for (name, _), future in again.items():
                 tests[name].append(future.result())
@@ -287,44 +254,37 @@ class PeftClaim(BaseClaim):
             for name, some in drops.items()
             if name != FULL
         }
-        details: dict[str, JsonValue] = {
+        run.details |= {
             "domain": result.domain,
             "untuned": before,
-            "gains": dict(gains),
-            "drops": {name: list(some) for name, some in drops.items()},
-            "rates": dict(best),
+            "gains": gains,
+            "drops": drops,
+            "rates": best,
             "swept": [
-                {"method": name, "lr": lr, **_shown(one)} for (name, lr), one in tried.items()
+                {"method": name, "lr": lr, **dataclasses.asdict(one)}
+                for (name, lr), one in tried.items()
             ],
         }
-        return gains, details
+        return gains
 
     # ------------------------------------------------------------------ what is timed
 
-    def _steps(self, context: ExperimentContext, *, as_baseline: bool) -> PairedSamples:
+    def _steps(self, run: ClaimRun) -> None:
         """Training steps of one module of another library, by our LoRA and by the library's."""
-        import warnings
-
-        import torch
-
-        torch.set_num_threads(1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ways = {
-                "method": _library_step(as_baseline, context.seed),
-                "baseline": _library_step(True, context.seed),
+                "method": _library_step(run.as_baseline, run.seed),
+                "baseline": _library_step(True, run.seed),
             }
-            times = interleave(ways, self.pairs, warmup=3, seed=context.seed)
-        return PairedSamples(method=times.seconds["method"], baseline=times.seconds["baseline"])
+            times = run.race(ways, self.pairs, warmup=3, threads=1, swaps={})
+        run.put("step", times["method"], times["baseline"])
 
-    def _served(self, context: ExperimentContext, *, as_baseline: bool) -> dict[str, PairedSamples]:
+    def _served(self, run: ClaimRun) -> None:
         """Batches of requests: for sixteen adapters, for one, and one request after the other."""
-        import torch
-
-        torch.set_num_threads(1)
-        base, places, _ = self._adapters(context, count=_ADAPTERS)
+        base, places, _ = self._adapters(run.context, count=_ADAPTERS)
         engine = _engine(base, places)
-        prompts = self._prompts(context, _ADAPTERS)
+        prompts = self._prompts(run.seed, _ADAPTERS)
 
         def together(adapters: list[int]) -> None:
             _answers(engine, list(zip(prompts, adapters, strict=True)), 32)
@@ -333,17 +293,14 @@ class PeftClaim(BaseClaim):
             for number, prompt in enumerate(prompts):
                 _answers(engine, [(prompt, number)], 32)
 
-        every = list(range(_ADAPTERS))
         ways: dict[str, Any] = {
-            "many": apart if as_baseline else functools.partial(together, every),
+            "many": functools.partial(together, list(range(_ADAPTERS))),
             "one": functools.partial(together, [0] * _ADAPTERS),
             "apart": apart,
         }
-        times = interleave(ways, self.rounds, warmup=2, seed=context.seed).seconds
-        return {
-            "batch_of_16": PairedSamples(method=times["many"], baseline=times["one"]),
-            "over_separate": PairedSamples(method=times["many"], baseline=times["apart"]),
-        }
+        times = run.race(ways, self.rounds, threads=1, swaps={"many": "apart"})
+        run.put("batch_of_16", times["many"], times["one"])
+        run.put("over_separate", times["many"], times["apart"])
 
 
 def _method(name: str) -> Any:
@@ -387,10 +344,6 @@ def _linear_bytes(model: Transformer) -> int:
     return total
 
 
-def _shown(one: TuningLosses) -> dict[str, JsonValue]:
-    return dataclasses.asdict(one)
-
-
 def _engine(model: Transformer, places: list[Path]) -> Any:
     from shoal.ir import ServeJob
     from shoal.serve.engine.build import engine_of, prepare
@@ -407,23 +360,10 @@ def _engine(model: Transformer, places: list[Path]) -> Any:
 
 def _answers(engine: Any, asked: list[tuple[list[int], int]], tokens: int) -> list[list[int]]:
     """New tokens of (prompt, number of its adapter or -1) each, all at once."""
-    from shoal.ir import Request, SamplingParams
-
-    requests = [
-        Request(
-            f"r{place}",
-            list(prompt),
-            len(prompt),
-            SamplingParams(max_tokens=tokens),
-            adapter=None if number < 0 else str(number),
-        )
-        for place, (prompt, number) in enumerate(asked)
-    ]
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-    return [request.tokens[request.n_prompt :] for request in requests]
+    some = requests([prompt for prompt, _ in asked], tokens)
+    for request, (_, number) in zip(some, asked, strict=True):
+        request.adapter = None if number < 0 else str(number)
+    return served(engine, some)
 
 
 def _library_step(theirs: bool, seed: int) -> Any:

@@ -7,18 +7,19 @@ judges what was chosen.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shoal.claims.experiments.arch_training import windows
+from shoal.claims.experiments.tiny import llama
 from shoal.core.parts import table
 from shoal.core.random import generator
 
@@ -119,27 +120,14 @@ class PeftTexts:
 
 def mini_model(setting: PeftSetting, seed: int) -> Transformer:
     """A model of bytes with fresh weights."""
-    from shoal.model.config import ModelConfig
     from shoal.model.initialise import init_weights
     from shoal.model.transformer import Transformer
 
-    heads = setting.hidden // 64
-    model = Transformer(
-        ModelConfig(
-            name="tiny",
-            family="llama",
-            vocab_size=256,
-            hidden=setting.hidden,
-            num_layers=setting.layers,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=64,
-            ffn_hidden=4 * setting.hidden,
-            max_position=2 * setting.length,
-            tied=True,
-            initializer_range=0.02,
-        )
-    )
+    config = llama(
+        setting.hidden, setting.layers, setting.hidden // 64, ffn=4 * setting.hidden,
+        length=2 * setting.length, tied=True, initializer_range=0.02,
+    )  # fmt: skip
+    model = Transformer(config)
     init_weights(model, seed)
     return model.train()
 
@@ -179,24 +167,6 @@ def texts(folder: Path | None) -> PeftTexts:
     return PeftTexts(domain, joined)
 
 
-def _batch(setting: PeftSetting, data: np.ndarray, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    import torch
-
-    random = generator(seed, purpose="peft batch", step=step)
-    starts = random.integers(0, len(data) - setting.length - 1, setting.batch)
-    rows = np.stack([data[at : at + setting.length + 1] for at in starts]).astype(np.int64)
-    both = torch.from_numpy(rows)
-    return both[:, :-1], both[:, 1:]
-
-
-@contextlib.contextmanager
-def _bf16() -> Iterator[None]:
-    import torch
-
-    with torch.autocast("cpu", torch.bfloat16):
-        yield
-
-
 def _loss(setting: PeftSetting, model: Transformer, data: np.ndarray, most: int) -> float:
     """Mean over pieces that lie evenly in a text, nats a byte."""
     import torch
@@ -207,7 +177,7 @@ def _loss(setting: PeftSetting, model: Transformer, data: np.ndarray, most: int)
     both = torch.from_numpy(pieces[chosen].astype(np.int64))
     was = model.training
     model.eval()
-    with torch.no_grad(), _bf16():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         results = [
             float(model.loss_sum(some[:, :-1], some[:, 1:])) for some in torch.split(both, 64)
         ]
@@ -236,8 +206,10 @@ def _train(
     from shoal.train.peft.run.mezo import ZerothOrder
 
     def loss(step: int) -> Tensor:
-        x, y = _batch(setting, data, seed, step)
-        with _bf16():
+        random = generator(seed, purpose="peft batch", step=step)
+        starts = random.integers(0, len(data) - setting.length - 1, setting.batch)
+        x, y = windows(data, starts, setting.length)
+        with torch.autocast("cpu", torch.bfloat16):
             total: Tensor = model.loss_sum(x, y)
         return total / y.numel()
 

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shoal.core.parts import table
-from shoal.core.random import generator
-from shoal.ir import TrainJob
+from shoal.claims.ranks import in_turn, on_ranks, slowest
 from shoal.ir.schedule import Event, Op
 from shoal.machine import host
-from shoal.parallel.comm.processes import run_processes
-from shoal.parallel.legal import check_split
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
     from shoal.parallel.comm.collectives import TorchComm
-    from shoal.parallel.engine import ParallelEngine
-    from shoal.parallel.tensor.rows import ReplicaSequences
-    from shoal.train.protocols import Updater
 
 __all__ = ["JobSteps", "peak_memory", "peak_of_steps", "profile", "steps_in_turn", "time_steps"]
-
-_WARMUP = 2
 
 
 class JobSteps(NamedTuple):
@@ -53,30 +44,25 @@ def time_steps(jobs: Sequence[TrainJob], config: ModelConfig, *, pairs: int, see
         pairs: steps of each job, in an order that changes from round to round.
         seed: of the order.
     """
-    given = {
-        "jobs": [job.model_dump(mode="json") for job in jobs],
-        "config": config.model_dump(mode="json"),
-        "pairs": pairs,
-        "seed": seed,
-    }
-    processes = run_processes(
-        f"{__name__}:steps_in_turn", jobs[0].parallel.world, given, timeout_s=60.0 + 20.0 * pairs
+    ranks = on_ranks(
+        f"{__name__}:steps_in_turn",
+        jobs[0].parallel.world,
+        timeout_s=60.0 + 20.0 * pairs,
+        jobs=list(jobs),
+        config=config,
+        pairs=pairs,
+        seed=seed,
     )
-    each = range(len(jobs))
-    return JobSteps(
+    names = [str(at) for at in range(len(jobs))]
+    events = [
         [
-            tuple(map(max, zip(*(rank["seconds"][at] for rank in processes), strict=True)))
-            for at in each
-        ],
-        [
-            [
-                Event(number, Op(*op), begin, end)
-                for number, rank in enumerate(processes)
-                for op, begin, end in rank["events"][at]
-            ]
-            for at in each
-        ],
-    )
+            Event(number, Op(*op), begin, end)
+            for number, rank in enumerate(ranks)
+            for op, begin, end in rank["events"][name]
+        ]
+        for name in names
+    ]
+    return JobSteps([slowest([rank["seconds"] for rank in ranks], name) for name in names], events)
 
 
 def peak_memory(job: TrainJob, config: ModelConfig, *, steps: int = 3) -> list[int]:
@@ -87,57 +73,48 @@ def peak_memory(job: TrainJob, config: ModelConfig, *, steps: int = 3) -> list[i
         config: the model.
         steps: how many.
     """
-    given = {
-        "job": job.model_dump(mode="json"),
-        "config": config.model_dump(mode="json"),
-        "steps": steps,
-    }
-    processes = run_processes(
-        f"{__name__}:peak_of_steps", job.parallel.world, given, timeout_s=300.0
-    )
-    return [int(nbytes) for nbytes in processes]
+    target, world = f"{__name__}:peak_of_steps", job.parallel.world
+    return on_ranks(target, world, timeout_s=300.0, job=job, config=config, steps=steps)
 
 
 def steps_in_turn(
-    comm: TorchComm,
-    *,
-    jobs: Sequence[Mapping[str, Any]],
-    config: Mapping[str, Any],
-    pairs: int,
-    seed: int,
-) -> dict[str, list[Any]]:
+    comm: TorchComm, *, jobs: Sequence[TrainJob], config: ModelConfig, pairs: int, seed: int
+) -> dict[str, dict[str, Any]]:
     """One rank of :func:`time_steps`: by job, seconds of its steps and its last passes."""
+    from shoal.claims.lab.measure_passes import batch
+    from shoal.claims.lab.session import RankSession
+
     keep_freed_memory()
-    engines = [_engine(comm, job, config) for job in jobs]
-    times: list[list[float]] = [[] for _ in jobs]
-    for turn in range(-_WARMUP, pairs):
-        order = generator(seed, purpose="steps in turn", step=turn + _WARMUP)
-        for at in order.permutation(len(jobs)):
-            engine, rows = engines[at]
-            _clear(engine)
-            comm.barrier()
-            begin = time.perf_counter()
-            _step(engine, rows)
-            comm.barrier()
-            if turn >= 0:
-                times[at].append(time.perf_counter() - begin)
-    events = [
-        [(event.op, event.start, event.end) for event in engine.runtime.events or []]
-        for engine, _ in engines
-    ]
-    return {"seconds": times, "events": events}
+    sessions = {str(at): RankSession(comm, job, config) for at, job in enumerate(jobs)}
+    rows = {name: batch(one.job, config.vocab_size) for name, one in sessions.items()}
+    seconds = in_turn(
+        comm,
+        {
+            name: lambda name=name, one=one: one.passes(rows[name], record=True)  # type: ignore[misc]
+            for name, one in sessions.items()
+        },
+        pairs,
+        warmup=2,
+        ready=lambda name: sessions[name].clear(),
+        seed=seed,
+    )
+    events = {
+        name: [(event.op, event.start, event.end) for event in one.engine.runtime.events or []]
+        for name, one in sessions.items()
+    }
+    return {"seconds": seconds, "events": events}
 
 
-def peak_of_steps(
-    comm: TorchComm, *, job: Mapping[str, Any], config: Mapping[str, Any], steps: int
-) -> int:
+def peak_of_steps(comm: TorchComm, *, job: TrainJob, config: ModelConfig, steps: int) -> int:
     """One rank of :func:`peak_memory`."""
-    engine, rows = _engine(comm, job, config)
-    updater: Updater = table("optimizer").build(engine.job.optimizer).build(engine.sharded.owned())
+    from shoal.claims.lab.measure_passes import batch
+    from shoal.claims.lab.session import RankSession
+
+    session, rows = RankSession(comm, job, config), batch(job, config.vocab_size)
     for _ in range(steps):
-        _clear(engine)
-        _step(engine, rows)
-        updater.step(1.0)
+        session.clear()
+        session.passes(rows, record=True)
+        session.updater.step(1.0)
     return host.peak_memory()
 
 
@@ -153,29 +130,3 @@ def profile(events: Sequence[Event], *, title: str) -> str:
         waits = end - float(np.sum(list(spent.values())))
         lines.append(f"rank {rank}: {1e3 * end:.1f} ms = {parts}, waiting {1e3 * waits:.1f} ms")
     return "\n".join(lines)
-
-
-def _engine(
-    comm: TorchComm, job: Mapping[str, Any], config: Mapping[str, Any]
-) -> tuple[ParallelEngine, ReplicaSequences]:
-    from shoal.claims.lab.measure_passes import PlaceholderWeights, batch
-    from shoal.model.config import ModelConfig
-    from shoal.parallel.engine import ParallelEngine
-
-    model = ModelConfig.model_validate(config)
-    named = TrainJob.model_validate(job)
-    engine = ParallelEngine(
-        named, check_split(named, model.shape()), PlaceholderWeights(model), comm
-    )
-    return engine, batch(named, model.vocab_size)
-
-
-def _clear(engine: ParallelEngine) -> None:
-    for parameter in engine.local.parameters():
-        parameter.grad = None
-
-
-def _step(engine: ParallelEngine, rows: ReplicaSequences) -> None:
-    size = engine.job.microbatch or len(rows.inputs)
-    engine.backward(rows, size, rows.targets.numel(), record=True)
-    engine.finish()

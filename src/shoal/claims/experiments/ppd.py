@@ -13,10 +13,10 @@ Medusa's heads.
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.decoding import (
@@ -27,7 +27,7 @@ from shoal.claims.experiments.decoding import (
     summarize,
     target_of,
 )
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost import shapes
@@ -74,99 +74,79 @@ class PpdClaim(BaseClaim):
         good = bool(self.sizes) and fewest <= min(self.sizes) and max(self.sizes) <= 64
         require(good, "claim.ppd.sizes", list(self.sizes), expected=f"sizes of {fewest} to 64 rows")
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        shape = shapes.resolve(context.model or "shoal-27m")
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        shape = shapes.resolve(run.context.model or "shoal-27m")
         heads = float(_HEADS * shape.hidden * (shape.hidden + 1 + shape.vocab_size))
-        own = heads if as_baseline else float(self.prompts * self.ensemble * shape.hidden)
-        metrics = {
-            "bytes_of_target": PairedSamples(method=(own,), baseline=(float(parameters(shape)),)),
-            "bytes_of_medusa": PairedSamples(method=(own,), baseline=(heads,)),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        return self._decoded(context, metrics, as_baseline=as_baseline)
+        own = run.pick(float(self.prompts * self.ensemble * shape.hidden), heads)
+        run.put("bytes_of_target", own, parameters(shape))
+        run.put("bytes_of_medusa", own, heads)
+        if not run.quick:
+            self._decode(run)
 
-    def _decoded(
-        self, context: ExperimentContext, metrics: dict[str, PairedSamples], *, as_baseline: bool
-    ) -> ClaimSamples:
+    def _decode(self, run: ClaimRun) -> None:
         from shoal.claims.bench.decode import PLAIN, Bench
         from shoal.claims.experiments.medusa_runs import equal_answers
         from shoal.core.measure import num_cores
-        from shoal.plan.trees.drafting import ProfitableDrafting
+        from shoal.plan.trees.drafting import FixedDrafting, ProfitableDrafting
 
+        context = run.context
         target = target_of(context)
         path, trained_s = drafter_of(
             context, "ppd", tokens=self.train_tokens, prompts=self.prompts, ensemble=self.ensemble
         )
         prompts = prompts_of(context, self.texts, 64, 0)
-        method: dict[str, Any] | None = {"name": "ppd", "path": str(path)}
-        method = None if as_baseline else method
-        context.progress("tokens in fp64", 0.3)
+        method: dict[str, Any] | None = run.pick({"name": "ppd", "path": str(path)}, None)
+        run.progress("tokens in fp64", 0.3)
         same = equal_answers(target, method, prompts[: self.exact_texts], self.new // 2)
-        metrics["wrong_tokens"] = PairedSamples(method=tuple(1 - one for one in same))
-        context.progress("decoding", 0.5)
+        run.put("wrong_tokens", (1 - one for one in same))
+        run.progress("decoding", 0.5)
         bench = Bench(target, {PLAIN: None, "ppd": method}, threads=self.threads or num_cores())
-        result = bench.interleaved(prompts, self.new, rounds=self.rounds, seed=context.seed)
-        metrics["over_plain"], places = seconds_per_token(result["ppd"], result[PLAIN])
-        timed = metrics["over_plain"]
+        result = bench.interleaved(prompts, self.new, rounds=self.rounds, seed=run.seed)
+        timed, places = seconds_per_token(result["ppd"], result[PLAIN])
+        run.metrics["over_plain"] = timed
         measured = statistics.median(
             plain / ours for ours, plain in zip(timed.method, timed.baseline, strict=True)
         )
-        details: dict[str, JsonValue] = {
+        run.details |= {
             "trained_s": trained_s,
-            "ppd": dict(summarize([result["ppd"][0][place] for place in places])),
+            "ppd": summarize([result["ppd"][0][place] for place in places]),
             "bf16_agreement": agreement(result["ppd"][0], result[PLAIN][0]),
             "loops": len(prompts) - len(places),
         }
-        if as_baseline:
-            metrics["predicted_speedup"] = PairedSamples(method=(1.0,), baseline=(measured,))
-            metrics["rate_of_best"] = PairedSamples(method=(1.0,), baseline=(1.0,))
-            return ClaimSamples(metrics=metrics, details=details)
+        if run.as_baseline:
+            run.put("predicted_speedup", 1.0, measured)
+            run.put("rate_of_best", 1.0, 1.0)
+            return
         paying = bench.engines["ppd"].scheduler.drafting  # type: ignore[attr-defined]
         assert isinstance(paying, ProfitableDrafting)
         fresh = ProfitableDrafting(paying.expected, paying.cost)
         best = fresh.best(1)
-        metrics["predicted_speedup"] = PairedSamples(
-            method=(fresh.table()[best][2],), baseline=(measured,)
-        )
-        context.progress("sweep over rows", 0.8)
+        run.put("predicted_speedup", fresh.table()[best][2], measured)
+        run.progress("sweep over rows", 0.8)
         texts = [prompts[place] for place in places[: self.sweep_texts]]
-        seconds = self._sweep(bench, texts, sorted({*self.sizes, best + 1}))
+        sizes = sorted({*self.sizes, best + 1})
+
+        def taken(rows: int) -> float:
+            bench.engines["ppd"].scheduler.drafting = FixedDrafting(rows - 1)  # type: ignore[attr-defined]
+            return sum(bench.answer("ppd", [text], self.new).seconds for text in texts)
+
+        # Seconds of all texts together, with so many rows; the first round prepares.
+        arms = {str(rows): partial(taken, rows) for rows in sizes}
+        swept = run.turns(arms, self.rounds, warmup=1)
+        seconds = {rows: swept[str(rows)] for rows in sizes}
         fastest = min(seconds, key=lambda rows: statistics.median(seconds[rows]))
-        metrics["rate_of_best"] = PairedSamples(
-            method=tuple(1 / one for one in seconds[best + 1]),
-            baseline=tuple(1 / one for one in seconds[fastest]),
-        )
-        details |= {
+        run.put("rate_of_best", *((1 / s for s in seconds[n]) for n in (best + 1, fastest)))
+        run.details |= {
             "chosen_rows": best + 1,
             "fastest_rows": fastest,
-            "sweep_s": {str(rows): statistics.median(of) for rows, of in seconds.items()},
-            "expected_tokens": list(paying.expected),
-            "step_s": {str(rows): paying.cost.seconds(rows) for rows in seconds},
+            "sweep_s": {rows: statistics.median(of) for rows, of in seconds.items()},
+            "expected_tokens": paying.expected,
+            "step_s": {rows: paying.cost.seconds(rows) for rows in seconds},
             "guesses_s": paying.cost.drafting_s(1, best),
         }
-        profile = f"plain step {1e3 * paying.cost.seconds(1):.2f} ms; " + ", ".join(
+        run.profile = f"plain step {1e3 * paying.cost.seconds(1):.2f} ms; " + ", ".join(
             f"{rows} rows {1e3 * paying.cost.seconds(rows):.2f} ms" for rows in seconds
         )
-        bound = max(paying.expected[rows - 1] for rows in seconds if rows <= len(paying.expected))
-        return ClaimSamples(
-            metrics=metrics, details=details, profile=profile, bounds={"over_plain": bound}
-        )
-
-    def _sweep(
-        self, bench: Any, texts: list[list[int]], sizes: list[int]
-    ) -> dict[int, list[float]]:
-        """Rows -> s of all texts together, some rounds; the first round prepares."""
-        from shoal.plan.trees.drafting import FixedDrafting
-
-        seconds: dict[int, list[float]] = {rows: [] for rows in sizes}
-        for turn in range(self.rounds + 1):
-            for rows in sizes if turn % 2 else reversed(sizes):
-                bench.engines["ppd"].scheduler.drafting = FixedDrafting(rows - 1)
-                taken = sum(bench.answer("ppd", [text], self.new).seconds for text in texts)
-                if turn:
-                    seconds[rows].append(taken)
-        return seconds
+        most = [rows for rows in seconds if rows <= len(paying.expected)]
+        run.bounds["over_plain"] = max(paying.expected[rows - 1] for rows in most)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from shoal.claims.ranks import on_ranks, slowest
 from shoal.cost.training.sequences import SequenceCost
 
 if TYPE_CHECKING:
+    from shoal.claims.frame import ClaimRun
     from shoal.ir import ModelShape
 
-__all__ = ["cost_of", "gradient_s", "lengths", "raced", "wide"]
+__all__ = ["cost_of", "gradient_s", "lengths", "race_ranks", "wide"]
 
 _RANKS = "shoal.claims.experiments.ragged_ranks"
 
@@ -59,45 +61,39 @@ def gradient_s(kv_heads: int, ranks: int, bandwidth: float) -> float:
     return 2 * 2.0 * parameters(wide(kv_heads)) * (ranks - 1) / ranks / bandwidth
 
 
-def raced(
+def race_ranks(
+    run: ClaimRun,
     chosen: np.ndarray,
     longest: int,
     turns: int,
     exchange: Literal["ring", "ulysses"],
-    ours: Mapping[str, Any] | None,
-) -> tuple[dict[str, tuple[float, ...]], str, str]:
+    ours: Mapping[str, Any],
+) -> None:
     """Steps of two real processes, in turn: ours, packed rows, and sequences one by one.
 
+    The metric ``real_ranks`` compares ours with the faster of both baselines. The A/A run has each
+    baseline a second time in the place of ours.
+
     Args:
+        run: takes the samples.
         chosen: lengths of documents, which are scaled.
         longest: tokens of the longest one.
         turns: of each.
         exchange: how both baselines share a sequence.
-        ours: the assigner that is judged; None for the faster baseline against itself.
-
-    Returns:
-        Seconds of the slower rank, by name; the name of ours, and of the faster baseline.
+        ours: the assigner that is judged.
     """
-    from shoal.parallel.comm.processes import run_processes
-
     scaled = np.maximum(1, np.rint(chosen * (longest / chosen.max()))).astype(np.int64)
     packed = {"name": "packed", "capacity_tokens": longest // 2, "cp": 2, "exchange": exchange}
-    alone = {"name": "alone", "exchange": exchange}
-    assigners: dict[str, Any] = {"packed": packed, "one by one": alone}
-    if ours is None:
-        assigners |= {"packed again": packed, "one by one again": alone}
-    else:
-        assigners[ours["name"]] = dict(ours)
-    given = {
-        "lengths": scaled.tolist(),
-        "assigners": assigners,
-        "turns": turns,
-        "flops_per_s": 5e10,
-    }
-    ranks = run_processes(f"{_RANKS}:time_plans", 2, given, timeout_s=600.0)
-    timed = {
-        name: tuple(max(both) for both in zip(*(rank[name] for rank in ranks), strict=True))
-        for name in assigners
-    }
-    faster = min(("packed", "one by one"), key=lambda name: statistics.median(timed[name]))
-    return timed, f"{faster} again" if ours is None else ours["name"], faster
+    baselines = {"packed": packed, "one by one": {"name": "alone", "exchange": exchange}}
+    again = {f"{name} again": choice for name, choice in baselines.items()}
+    assigners = baselines | run.pick({ours["name"]: dict(ours)}, again)
+    ranks = on_ranks(
+        f"{_RANKS}:time_plans", 2, timeout_s=600.0, lengths=scaled.tolist(), assigners=assigners,
+        turns=turns, flops_per_s=5e10,
+    )  # fmt: skip
+    timed = {name: slowest(ranks, name) for name in assigners}
+    middle = {name: statistics.median(seconds) for name, seconds in timed.items()}
+    faster = min(baselines, key=lambda name: middle[name])
+    run.put("real_ranks", timed[run.pick(ours["name"], f"{faster} again")], timed[faster])
+    run.details["real_s"] = timed
+    run.profile = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in middle.items())

@@ -17,10 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import JsonValue
-
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.meter import Meter
 from shoal.core.parts import part
 
@@ -46,37 +44,28 @@ class RedcoClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (29,)
     needs: ClassVar[tuple[str, ...]] = ("transformers",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Trace, plan and run every family; the quick run takes three of them."""
         from shoal.parallel.autotp.families import FAMILIES
 
-        names = _QUICK if quick else tuple(FAMILIES)
+        names = _QUICK if run.quick else tuple(FAMILIES)
         result: dict[str, dict[str, float]] = {}
         for index, name in enumerate(names):
-            context.progress(name, index / len(names))
-            seen = context.remember(name, partial(run_family, name, self.tp, context.seed))
+            run.progress(name, index / len(names))
+            seen = run.remember(name, partial(run_family, name, self.tp, run.seed))
             # With nothing split, each rank is one process.
-            result[name] = {**seen, "sharded": 0.0, "agrees": 0.0} if as_baseline else seen
+            result[name] = run.pick(seen, {**seen, "sharded": 0.0, "agrees": 0.0})
         rows = list(result.values())
-        metrics = {
-            "difference": PairedSamples(method=tuple(row["difference"] for row in rows)),
-            "sharded": PairedSamples(method=tuple(row["sharded"] for row in rows)),
-            "all_reduces": PairedSamples(method=tuple(row["all_reduces_a_layer"] for row in rows)),
-            "agrees": PairedSamples(method=tuple(r["agrees"] for r in rows if r["agrees"] >= 0)),
-        }
-        skipped = {}
+        run.put("difference", (row["difference"] for row in rows))
+        run.put("sharded", (row["sharded"] for row in rows))
+        run.put("all_reduces", (row["all_reduces_a_layer"] for row in rows))
+        run.put("agrees", (row["agrees"] for row in rows if row["agrees"] >= 0))
         lines = _lines()
         if lines:
-            metrics["lines"] = PairedSamples(method=tuple(float(n) for n in lines.values()))
+            run.put("lines", lines.values())
         else:
-            skipped["lines"] = "the examples are not installed; run from a checkout"
-        details: dict[str, JsonValue] = {
-            "families": {name: dict(row) for name, row in result.items()},
-            "lines": dict(lines),
-        }
-        return ClaimSamples(metrics=metrics, details=details, skipped=skipped)
+            run.skip("the examples are not installed; run from a checkout", "lines")
+        run.details |= {"families": result, "lines": lines}
 
 
 def run_family(name: str, tp: int, seed: int) -> dict[str, float]:

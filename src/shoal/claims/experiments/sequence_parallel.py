@@ -28,14 +28,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import JsonValue
+from annotated_types import Ge, Le
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part
 from shoal.cost.context.ways import Split, layer_memory
 
@@ -60,32 +60,24 @@ class SequenceParallel(BaseClaim):
     """Bytes kept by 2, 4 and 8 ranks, and what fits into a budget.
 
     Args:
-        device_gib: memory of a rank, for 12 layers.
+        device_gib: memory of a rank, for 12 layers; more than 32 would be run for long, and less
+            than 2 holds hardly more than weights.
     """
 
-    device_gib: float = 16.0
+    device_gib: Annotated[float, Ge(2), Le(32)] = 16.0
 
     rows: ClassVar[tuple[int, ...]] = (120,)
 
-    def __post_init__(self) -> None:
-        require(
-            2.0 <= self.device_gib <= 32.0,
-            "claim.sequence_parallel.device_gib",
-            self.device_gib,
-            expected="2 to 32; more would be run for long, and less holds hardly more than weights",
-        )
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Count; the full run counts at full width and also fills the budget, for a minute.
 
         The quick run counts a layer of a quarter of the width, and solves for what would fill it.
         """
-        shared: Kind = "tensor" if as_baseline else "sequence"
-        sparse: Kind = "sequence" if as_baseline else "projected"
+        context = run.context
+        shared: Kind = run.pick("sequence", _TENSOR)
+        sparse: Kind = run.pick("projected", "sequence")
         small = _shape(_QUARTER)
-        shape, scale = (small, _QUARTER) if quick else (_shape(1), 1)
+        shape, scale = (small, _QUARTER) if run.quick else (_shape(1), 1)
         counted = {
             (kind, world): [
                 _counted(context, shape._replace(batch=batch), kind, world, train=batch == 1)
@@ -95,45 +87,36 @@ class SequenceParallel(BaseClaim):
             for world in _WORLDS
         }
         rules, outcome = _rules(context, shared)
+        run.put("memory_rules", rules)
         fits = {kind: [_line(counted[kind, world]) for world in _WORLDS] for kind in _KINDS}
         budget = self.device_gib * 2**30 / _LAYERS
         batches, lengths = (
-            (_solved_batch, _solved_length) if quick else (_filled_batch, _filled_length)
+            (_solved_batch, _solved_length) if run.quick else (_filled_batch, _filled_length)
         )
         full = partial(batches, context, small, budget=budget / _QUARTER**2)
         far = {kind: _far_batch(fits[kind], budget / scale**2) for kind in fits}
-        context.progress("longest sequences", 0.6)
+        run.progress("longest sequences", 0.6)
         longest = partial(lengths, context, small, budget=budget / _QUARTER**2)
         ring = _solved_length(context, small, "ring", budget=budget / _QUARTER**2)
-        result = {
-            "batch_ratio_8": (full(shared), full("tensor")),
-            "batch_ratio_64": (far[shared], far["tensor"]),
-            "length_ratio": (longest(sparse), longest("sequence")),
-        }
+        run.put("batch_ratio_8", full(shared), full(_TENSOR))
+        run.put("batch_ratio_64", far[shared], far[_TENSOR])
+        ours, dense = longest(sparse), longest("sequence")
+        run.put("length_ratio", ours, dense)
         errors, table = _errors(shape, counted, shared)
-        return ClaimSamples(
-            metrics={
-                "model_error": PairedSamples(method=errors),
-                "memory_rules": PairedSamples(method=rules),
-                **{
-                    name: PairedSamples(method=(float(ours),), baseline=(float(theirs),))
-                    for name, (ours, theirs) in result.items()
-                },
+        run.put("model_error", errors)
+        run.details |= {
+            "counted": table,
+            "rules": outcome,
+            # The paper's table has the projected scores, which this kernel does not keep.
+            "projected_model_error": _projected_error(context, shape),
+            "tensor_batch_16": _far_batch(fits[_TENSOR], budget / scale**2, _HEADS),
+            # Of the layer in full width, as projected attention with the same budget.
+            "longest": {
+                "projected or its baseline": _QUARTER * ours,
+                "dense": _QUARTER * dense,
+                "ring": _QUARTER * ring,
             },
-            details={
-                "counted": table,
-                "rules": outcome,
-                # The paper's table has the projected scores, which this kernel does not keep.
-                "projected_model_error": _projected_error(context, shape),
-                "tensor_batch_16": _far_batch(fits["tensor"], budget / scale**2, _HEADS),
-                # Of the layer in full width, as projected attention with the same budget.
-                "longest": {
-                    "projected or its baseline": _QUARTER * result["length_ratio"][0],
-                    "dense": _QUARTER * result["length_ratio"][1],
-                    "ring": _QUARTER * ring,
-                },
-            },
-        )
+        }
 
 
 def largest(fits: Callable[[int], bool], guess: int, step: int = 1) -> int:
@@ -173,27 +156,24 @@ def _counted(
     return context.remember(f"{shape} {kind} {world} {train}", counted)
 
 
-def _split(kind: Kind) -> Split:
-    return "tensor" if kind == "tensor" else "sequence"
-
-
 def _errors(
     shape: Shape, counted: dict[tuple[Kind, int], list[RankBytes]], shared: Kind
-) -> tuple[tuple[float, ...], list[JsonValue]]:
+) -> tuple[list[float], list[Any]]:
     """|counted / modelled - 1| of states and activations, and all numbers as rows."""
     errors: list[float] = []
-    rows: list[JsonValue] = []
+    rows: list[Any] = []
     for kind, world in counted:
         # The kind that takes the place of ``sequence`` in the A/A run.
         result = counted[shared if kind == "sequence" else kind, world][0]
-        model = layer_memory(_split(kind), world=world, **_sizes(shape))
+        split: Split = "tensor" if kind == "tensor" else "sequence"
+        model = layer_memory(split, world=world, **_sizes(shape))
         for what, got, wanted in (
             ("states", result.states, model.states),
             ("activations", result.activations, model.activations),
         ):
             errors.append(abs(sum(got.values()) / (_ITEMSIZE * wanted) - 1))
             rows.append([kind, world, what, sum(got.values()), _ITEMSIZE * wanted])
-    return tuple(errors), rows
+    return errors, rows
 
 
 def _projected_error(context: ExperimentContext, shape: Shape) -> float:
@@ -213,13 +193,13 @@ def _sizes(shape: Shape) -> dict[str, int]:
     }
 
 
-def _rules(context: ExperimentContext, shared: Kind) -> tuple[tuple[float, ...], list[JsonValue]]:
+def _rules(context: ExperimentContext, shared: Kind) -> tuple[list[bool], list[Any]]:
     """Whether counted bytes obey the paper's rules, 20 % below and above where they turn."""
     from shoal.claims.experiments.sequence_parallel_ranks import Shape
 
     hidden, length = 48, 16
-    values: list[float] = []
-    rows: list[JsonValue] = []
+    values: list[bool] = []
+    rows: list[Any] = []
     turns = {"mlp": 32 * hidden, "attention": 16 * hidden}
     for world, (name, turn), share in itertools.product(_WORLDS, turns.items(), (0.8, 1.2)):
         shape = Shape(hidden, _HEADS, length, round(share * turn / length))
@@ -227,9 +207,9 @@ def _rules(context: ExperimentContext, shared: Kind) -> tuple[tuple[float, ...],
         for kind in (shared, _TENSOR):
             one = _counted(context, shape, kind, world)
             kept.append(one.states[name] + one.activations[name])
-        values.append(float((kept[0] < kept[1]) == (shape.batch * length > turn)))
+        values.append((kept[0] < kept[1]) == (shape.batch * length > turn))
         rows.append([name, world, shape.batch * length, turn, *kept])
-    return tuple(values), rows
+    return values, rows
 
 
 def _line(counts: Sequence[RankBytes]) -> tuple[float, float]:

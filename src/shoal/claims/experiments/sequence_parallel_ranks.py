@@ -5,14 +5,13 @@ Shapes: B sequences, n tokens of one rank, H hidden, A heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.claims.bench.attention.memory import SavedBytes
 from shoal.claims.lab.projected import projected_attention
 from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.parts import table
@@ -61,34 +60,6 @@ class RankBytes(NamedTuple):
     def total(self) -> float:
         """All of them."""
         return sum(self.states.values()) + sum(self.activations.values())
-
-
-class _Saved:
-    """The storages that autograd was given to keep, each once, by part of the layer.
-
-    A storage counts whole however small the view of it is that was saved, for it lives as long.
-    """
-
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        self._known = {p.untyped_storage().data_ptr() for p in parameters}
-        # Held, so that no address is given out twice.
-        self._held: list[Tensor] = []
-        self.bytes = dict.fromkeys(PARTS, 0.0)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count what is saved meanwhile under this name."""
-
-        def pack(x: Tensor) -> Tensor:
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in self._known:
-                self._known.add(storage.data_ptr())
-                self._held.append(x)
-                self.bytes[name] += storage.nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            yield
 
 
 class BertLayer(nn.Module):
@@ -154,16 +125,19 @@ class BertLayer(nn.Module):
 
     def count(self, x_BnH: Tensor) -> tuple[Tensor, dict[str, float]]:
         """Output [B, n, H], and bytes that were saved on the way, by part."""
-        saved = _Saved(self.parameters())
+        saved, nbytes = SavedBytes(self.parameters()), dict.fromkeys(PARTS, 0.0)
 
         def through(part: str, function: Callable[..., Tensor], *xs: Tensor) -> Tensor:
-            with saved.part(part):
-                return function(*xs)
+            before = saved.bytes
+            with saved:
+                out = function(*xs)
+            nbytes[part] += saved.bytes - before
+            return out
 
         mixed = through("attention", self.attend, x_BnH)
         middle = through("norms", lambda x: self.norm1(x + mixed), x_BnH)
         fed = through("mlp", self.feed, middle)
-        return through("norms", lambda x: self.norm2(x + fed), middle), saved.bytes
+        return through("norms", lambda x: self.norm2(x + fed), middle), nbytes
 
 
 def count(shape: Shape, kind: Kind, world: int, *, train: bool = True) -> RankBytes:

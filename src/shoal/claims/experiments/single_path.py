@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import JsonValue
+from annotated_types import Ge, Le
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.cost.network.collectives import jittered
@@ -51,50 +50,32 @@ class SinglePath(BaseClaim):
         permutations: of all fabrics together.
     """
 
-    permutations: int = 1000
+    permutations: Annotated[int, Ge(len(FABRICS)), Le(100_000)] = 1000
 
     rows: ClassVar[tuple[int, ...]] = (53,)
 
-    def __post_init__(self) -> None:
-        require(
-            len(FABRICS) <= self.permutations <= 100_000,
-            "claim.single_path.permutations",
-            self.permutations,
-            expected=f"{len(FABRICS)} to 100000",
-        )
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Plan and simulate; every permutation is a phase, so that a fabric's go together."""
-        fabrics = _QUICK if quick else FABRICS
-        each = 4 if quick else -(-self.permutations // len(fabrics))
+        fabrics = _QUICK if run.quick else FABRICS
+        each = 4 if run.quick else -(-self.permutations // len(fabrics))
         seen = _Seen([], [], [], [], [])
-        table: list[JsonValue] = []
-        left = each * len(fabrics) if quick else self.permutations
+        table = run.details["fabrics"] = []
+        left = each * len(fabrics) if run.quick else self.permutations
         for index, (h, n) in enumerate(fabrics):
-            context.progress(f"{h} hosts, {n} spines", index / len(fabrics))
+            run.progress(f"{h} hosts, {n} spines", index / len(fabrics))
             fabric = LeafSpine(leaves=_LEAVES, hosts=h, spines=n, latency_s=0.0)
-            flows = _permutations(fabric, min(each, left), context.seed)
+            flows = _permutations(fabric, min(each, left), run.seed)
             left -= flows.num_phases
-            table.append(_one(seen, flows, fabric, context.seed, as_baseline))
-        details: dict[str, JsonValue] = {
-            "fabrics": table,
-            "greedy_congestion": max(seen.greedy),
-            "greedy_fails": statistics.fmean(value > 1.0 for value in seen.greedy),
-        }
-        if not quick and not as_baseline:
-            context.progress("where it breaks", 0.95)
-            details["breaks"] = _breaks(context.seed)
-        return ClaimSamples(
-            metrics={
-                "congestion": PairedSamples(method=tuple(seen.congestion)),
-                "over_least": PairedSamples(method=tuple(seen.least)),
-                "ecmp_time": PairedSamples(method=tuple(seen.ecmp)),
-                "jitter": PairedSamples(method=tuple(seen.jitter)),
-            },
-            details=details,
-        )
+            table.append(_one(seen, flows, fabric, run.seed, run.as_baseline))
+        run.details["greedy_congestion"] = max(seen.greedy)
+        run.details["greedy_fails"] = statistics.fmean(value > 1.0 for value in seen.greedy)
+        if not run.quick and not run.as_baseline:
+            run.progress("where it breaks", 0.95)
+            run.details["breaks"] = _breaks(run.seed)
+        run.put("congestion", seen.congestion)
+        run.put("over_least", seen.least)
+        run.put("ecmp_time", seen.ecmp)
+        run.put("jitter", seen.jitter)
 
 
 @dataclass(frozen=True)
@@ -128,7 +109,7 @@ def _planned(name: str, flows: Flows, fabric: LeafSpine, seed: int) -> FlowPaths
 
 def _one(
     seen: _Seen, flows: Flows, fabric: LeafSpine, seed: int, as_baseline: bool
-) -> dict[str, JsonValue]:
+) -> dict[str, float]:
     """All permutations of one fabric."""
     method = _planned("ecmp" if as_baseline else "split", flows, fabric, seed + 1)
     hashed = _planned("ecmp", flows, fabric, seed)
@@ -172,13 +153,13 @@ def _one(
     }
 
 
-def _breaks(seed: int) -> list[JsonValue]:
+def _breaks(seed: int) -> list[dict[str, Any]]:
     """Seconds of splitting over those of spraying, while flows get less and less alike."""
     fabric = LeafSpine(leaves=_LEAVES, hosts=8, spines=8, latency_s=0.0)
     flows = _permutations(fabric, 4, seed)
     bound = lower_bound_s(flows, fabric)
     paths = {name: _planned(name, flows, fabric, seed) for name in ("ecmp", "split", "spray")}
-    out: list[JsonValue] = []
+    out = []
     for kind in ("start", "size"):
         for share in _SWEEP:
             start, size = (share, 0.0) if kind == "start" else (0.0, share)

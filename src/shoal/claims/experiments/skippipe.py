@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Gt, Lt, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.parts import Choice, part
+from shoal.claims.experiments.tiny import corpus_of, llama, train_job
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
+from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
 from shoal.plan.routes.conflicts import random_routes
 from shoal.plan.routes.network import REGIONS, WanNetwork
@@ -94,52 +95,35 @@ class SkipPipeClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (93,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Plan and simulate, compare gradients, and train; see the module's description."""
-        planned = context.remember("planned", lambda: _planned(context))
+        planned = run.remember("planned", lambda: _planned(run.context))
         full, skips = planned[STAGES], planned[KEEP]
-        chosen = full if as_baseline else skips
-        drawn = context.remember(
-            "drawn", lambda: [time for found in skips for time in _drawn(found)]
-        )
+        chosen = run.pick(skips, full)
+        drawn = run.remember("drawn", lambda: [time for found in skips for time in _drawn(found)])
         times = [found.timeline.makespan for found in chosen]
-        metrics = {
-            "full_over_skippipe": PairedSamples(
-                method=tuple(times), baseline=tuple(found.timeline.makespan for found in full)
-            ),
-            "random_over_skippipe": PairedSamples(
-                method=tuple(drawn if as_baseline else np.repeat(times, DRAWS).tolist()),
-                baseline=tuple(drawn),
-            ),
-            "gradient_error": PairedSamples(method=(_gradient_error(plain=as_baseline),)),
-        }
-        details: dict[str, JsonValue] = {
+        run.put("full_over_skippipe", times, (found.timeline.makespan for found in full))
+        run.put("random_over_skippipe", run.pick(np.repeat(times, DRAWS).tolist(), drawn), drawn)
+        run.put("gradient_error", _gradient_error(plain=run.as_baseline))
+        run.details |= {
             "networks": [found.network.name for found in chosen],
-            "step_s": list(times),
+            "step_s": times,
             "sync_s": [found.sync_s for found in chosen],
             "with_sync": [
                 (a.timeline.makespan + a.sync_s) / (b.timeline.makespan + b.sync_s)
                 for a, b in zip(full, chosen, strict=True)
             ],
         }
-        if not quick:
-            whole = context.remember("whole", lambda: self._trained(context, full[0], 0.1))
-            kept = (
-                whole
-                if as_baseline
-                else context.remember("kept", lambda: self._trained(context, skips[0], 0.6))
-            )
-            metrics["loss_difference"] = PairedSamples(
-                method=(kept["whole"],), baseline=(whole["whole"],)
-            )
-            metrics["inflation_ratio"] = PairedSamples(
-                method=(math.exp(kept["left"] - kept["whole"]),),
-                baseline=(math.exp(whole["left"] - whole["whole"]),),
-            )
-            details |= {"trained_fully": dict(whole), "trained_skipping": dict(kept)}
-        return ClaimSamples(metrics=metrics, details=details)
+        if run.quick:
+            return
+        whole = run.remember("whole", lambda: self._trained(run.context, full[0], 0.1))
+        kept = whole
+        if not run.as_baseline:
+            kept = self._trained(run.context, skips[0], 0.6)
+        run.put("loss_difference", kept["whole"], whole["whole"])
+        inflation = (math.exp(one["left"] - one["whole"]) for one in (kept, whole))
+        run.put("inflation_ratio", *inflation)
+        run.details |= {"trained_fully": whole, "trained_skipping": kept}
 
     def _trained(
         self, context: ExperimentContext, planned: RoutePlan, done: float
@@ -147,11 +131,7 @@ class SkipPipeClaim(BaseClaim):
         """Held-out losses of a model that was trained on these routes."""
         from shoal.claims.experiments.learning_curves_charlm import read_texts
 
-        choice = (
-            Choice(name="text", options={"path": str(context.data)})
-            if context.data is not None
-            else Choice(name=self.corpus)
-        )
+        choice = corpus_of(context.data, self.corpus)
         texts = context.remember(
             "texts",
             lambda: read_texts(choice, train_chars=2**22, heldout_chars=2**15, seed=context.seed),
@@ -196,42 +176,22 @@ def _gradient_error(*, plain: bool) -> float:
     """Worst error of ranks that skip, against the masked model; of ``plain``, the whole one."""
     from shoal.claims.lab.masked import same_as_masked
     from shoal.claims.lab.same_as_one import same_as_one
-    from shoal.ir import TrainJob
 
-    job = TrainJob.model_validate(
-        {
-            "model": "shoal-0.3m",
-            "seq_len": 8,
-            "global_batch": 6,
-            "microbatch": 1,
-            "precision": "fp32",
-            "steps": 1,
-            "parallel": {"pp": 5, "schedule": {"name": "skippipe", "keep": 2, "of": 3}},
-        }
-    )
+    split = {"pp": 5, "schedule": {"name": "skippipe", "keep": 2, "of": 3}}
+    job = train_job(seq_len=8, global_batch=6, microbatch=1, steps=1, parallel=split)
     config = model_config(32, layers=3, context=8)
     with torch_threads(1):
-        result = (same_as_one if plain else same_as_masked)(job, config, steps=2)
-    return max(result.loss, result.norm, result.gradient, result.parameter)
+        return (same_as_one if plain else same_as_masked)(job, config, steps=2).largest
 
 
 def model_config(width: int, *, layers: int = STAGES, context: int = CONTEXT) -> ModelConfig:
     """A character model with a layer a stage."""
     from shoal.claims.experiments.learning_curves_charlm import VOCAB
-    from shoal.model.config import ModelConfig
 
     heads = width // 32
-    return ModelConfig(
-        name="skippipe-charlm",
-        vocab_size=VOCAB,
-        hidden=width,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads // 2 if heads % 2 == 0 else 1,
-        head_dim=32,
-        ffn_hidden=8 * width // 3 // 8 * 8,
-        max_position=context,
-    )
+    kv_heads = heads // 2 if heads % 2 == 0 else 1
+    ffn = 8 * width // 3 // 8 * 8
+    return llama(width, layers, heads, kv_heads=kv_heads, vocab=VOCAB, ffn=ffn, length=context)
 
 
 def train_routes(
@@ -263,6 +223,7 @@ def train_routes(
     """
     import torch
 
+    from shoal.claims.experiments.arch_training import windows
     from shoal.claims.lab.masked import layer_routes, masked_backward
     from shoal.core.random import generator
     from shoal.model.initialise import empty, init_weights
@@ -276,12 +237,12 @@ def train_routes(
     for step in range(steps):
         random = generator(seed, purpose="skippipe.batch", step=step)
         starts = random.integers(0, len(train) - CONTEXT - 1, len(routes))
-        rows = torch.from_numpy(train[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int64))
+        inputs, targets = windows(train, starts, CONTEXT)
         warm = min(1.0, (step + 1) / 20)
         for group in optimizer.param_groups:
             group["lr"] = lr * warm * (1 - 0.9 * step / steps)
         optimizer.zero_grad()
-        masked_backward(model, ReplicaSequences(rows[:, :-1], rows[:, 1:], None, 0, step), routes)
+        masked_backward(model, ReplicaSequences(inputs, targets, None, 0, step), routes)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 20 == 0:

@@ -13,19 +13,18 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Le
-from pydantic import JsonValue
 from scipy.sparse import csr_array
 
 from shoal.claims.catalogue import BaseClaim
+from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.rmat import grid, rmat
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave
-from shoal.core.native import compiler
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part
 from shoal.core.random import generator
 
@@ -55,138 +54,101 @@ class Smash(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 31
 
     rows: ClassVar[tuple[int, ...]] = (124,)
+    needs: ClassVar[tuple[str, ...]] = ("c++", "torch")
 
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """The kernels need a compiler and torch."""
-        if compiler() is None:
-            return "no C++ compiler for the products"
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        method = run.pick("hash", "outer")
+        run.progress("counting", 0.02)
+        run.put("wrong_products", _wrong(run.seed, method))
+        small = self._graph(run, self.inner_scale)
+        counters = _counters(small, method)
+        # Bytes beyond the matrices, beside those of all products.
+        run.put("memory_share", counters["table_bytes"], 12.0 * counters["multiplies"])
+        run.put("probes", _probes(method))
+        if not run.quick:
+            self._time(run, small, method)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        method = "outer" if as_baseline else "hash"
-        context.progress("counting", 0.02)
-        metrics = {
-            "wrong_products": PairedSamples(method=(float(_wrong(context.seed, method)),)),
-            "memory_share": self._memory(context, method),
-            "probes": PairedSamples(method=_probes(method)),
-        }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        return self._timed(context, metrics, method)
+    def _graph(self, run: ClaimRun, scale: int) -> csr_array:
+        made = functools.partial(rmat, scale, self.edge_factor, seed=run.seed)
+        return run.remember(f"rmat {scale}", made)
 
-    def _graph(self, context: ExperimentContext, scale: int) -> csr_array:
-        made = functools.partial(rmat, scale, self.edge_factor, seed=context.seed)
-        return context.remember(f"rmat {scale}", made)
-
-    def _memory(self, context: ExperimentContext, method: str) -> PairedSamples:
-        """Bytes beyond the matrices, beside those of all products."""
-        from shoal.claims.lab.spgemm.product import multiply
-        from shoal.kernel.spgemm.csr import from_any
-
-        graph = from_any("graph", self._graph(context, self.inner_scale))
-        result = multiply(graph, graph, kernel=method).counters
-        assert result is not None
-        return PairedSamples(method=(result.table_bytes,), baseline=(12.0 * result.multiplies,))
-
-    def _timed(
-        self, context: ExperimentContext, metrics: dict[str, PairedSamples], method: str
-    ) -> ClaimSamples:
+    def _time(self, run: ClaimRun, small: csr_array, method: str) -> None:
         from shoal.kernel.spgemm.hash import Hash
 
-        times: dict[str, Any] = {}
-        context.progress("inner and outer products", 0.1)
-        small = self._graph(context, self.inner_scale)
+        times: dict[str, Mapping[str, tuple[float, ...]]] = {}
+        run.progress("inner and outer products", 0.1)
         ways: dict[str, Any] = {"method": method, "inner": "inner", "outer": "outer"}
-        times["small"] = self._interleaved(context, small, ways)
-        context.progress("R-MAT beside the peers", 0.4)
-        graph = self._graph(context, self.scale)
+        times["small"] = self._race(run, small, ways)
+        run.progress("R-MAT beside the peers", 0.4)
+        graph = self._graph(run, self.scale)
         # SciPy gives its result's pages back each time. Where the system hands pages that lie idle
         # to its host, clearing them again takes 0.1 to 0.4 s, so it runs with few others between.
         ways = {"method": method, "scipy": None}
-        skipped = {}
         if importlib.util.find_spec("graphblas") is None:
-            skipped["over_graphblas"] = "python-graphblas is not installed"
+            run.skip("python-graphblas is not installed", "over_graphblas")
         else:
             ways["graphblas"] = _graphblas(graph)
-        times["rmat"] = self._interleaved(context, graph, ways)
+        times["rmat"] = self._race(run, graph, ways)
         ways = {"v1": "hash_v1", "outer": "outer", "hashed": Hash(dense_ratio=0)}
-        ways["v2"] = "hash_v1" if method == "outer" else "hash_v2"
-        times["versions"] = self._interleaved(context, graph, ways)
-        context.progress("grid", 0.75)
-        mesh = context.remember("grid", lambda: grid(self.grid_edge))
-        times["grid"] = self._interleaved(context, mesh, {"method": method, "scipy": None})
+        ways["v2"] = run.pick("hash_v2", "hash_v1")
+        times["versions"] = self._race(run, graph, ways)
+        run.progress("grid", 0.75)
+        mesh = run.remember("grid", lambda: grid(self.grid_edge))
+        times["grid"] = self._race(run, mesh, {"method": method, "scipy": None})
         if importlib.util.find_spec("sklearn") is None:
-            skipped["over_scipy_neighbours"] = "no scikit-learn; install shoal-ml[bench]"
+            run.skip("no scikit-learn; install shoal-ml[bench]", "over_scipy_neighbours")
         else:
-            context.progress("nearest neighbours", 0.9)
-            near = context.remember("neighbours", lambda: _neighbours(self.points, context.seed))
-            times["neighbours"] = self._interleaved(
-                context, near, {"method": method, "scipy": None}
-            )
-
-        def pair(graph_name: str, method_name: str, baseline: str) -> PairedSamples:
-            seconds = times[graph_name].seconds
-            return PairedSamples(method=seconds[method_name], baseline=seconds[baseline])
-
-        slow = sorted(("inner", "outer"), key=lambda way: times["small"].median(way).value)
-        metrics["over_faster"] = pair("small", "method", slow[0])
-        metrics["over_slower"] = pair("small", "method", slow[1])
-        metrics["over_scipy_rmat"] = pair("rmat", "method", "scipy")
-        metrics["over_scipy_grid"] = pair("grid", "method", "scipy")
-        if "neighbours" in times:
-            metrics["over_scipy_neighbours"] = pair("neighbours", "method", "scipy")
-        if "over_graphblas" not in skipped:
-            metrics["over_graphblas"] = pair("rmat", "method", "graphblas")
-        metrics["v2_over_v1"] = pair("versions", "v2", "v1")
+            run.progress("nearest neighbours", 0.9)
+            near = run.remember("neighbours", lambda: _neighbours(self.points, run.seed))
+            times["neighbours"] = self._race(run, near, {"method": method, "scipy": None})
+        medians = {
+            name: {way: statistics.median(each) for way, each in of.items()}
+            for name, of in times.items()
+        }
         roofs = {
-            name: context.remember(f"roof {name}", functools.partial(_roof_s, context, matrix))
+            name: run.remember(f"roof {name}", functools.partial(_roof_s, run.context, matrix))
             for name, matrix in (("small", small), ("rmat", graph), ("grid", mesh))
         }
-        medians = {
-            name: {way: timed.median(way).value for way in timed.seconds}
-            for name, timed in times.items()
-        }
-        bounds = {
-            "over_faster": medians["small"][slow[0]] / roofs["small"],
-            "over_slower": medians["small"][slow[1]] / roofs["small"],
-            "over_scipy_rmat": medians["rmat"]["scipy"] / roofs["rmat"],
-            "over_scipy_grid": medians["grid"]["scipy"] / roofs["grid"],
-            "v2_over_v1": medians["versions"]["v1"] / roofs["rmat"],
-        }
-        details: dict[str, JsonValue] = {
-            "seconds": {name: dict(of) for name, of in medians.items()},
-            "roof_s": dict(roofs),
-            "faster": slow[0],
+        fast, slow = sorted(("inner", "outer"), key=lambda way: medians["small"][way])
+        for metric, name, ours, baseline, roof in (
+            ("over_faster", "small", "method", fast, "small"),
+            ("over_slower", "small", "method", slow, "small"),
+            ("over_scipy_rmat", "rmat", "method", "scipy", "rmat"),
+            ("over_scipy_grid", "grid", "method", "scipy", "grid"),
+            ("over_scipy_neighbours", "neighbours", "method", "scipy", ""),
+            ("over_graphblas", "rmat", "method", "graphblas", ""),
+            ("v2_over_v1", "versions", "v2", "v1", "rmat"),
+        ):
+            if metric not in run.skipped:
+                bound = medians[name][baseline] / roofs[roof] if roof else None
+                run.put(metric, times[name][ours], times[name][baseline], bound=bound)
+        run.details |= {
+            "seconds": medians,
+            "roof_s": roofs,
+            "faster": fast,
             "counters": _counters(graph, method),
         }
-        profile = "; ".join(
+        run.profile = "; ".join(
             f"{name}: " + ", ".join(f"{way} {1e3 * s:.1f} ms" for way, s in of.items())
             for name, of in medians.items()
         )
-        return ClaimSamples(
-            metrics=metrics, skipped=skipped, bounds=bounds, profile=profile, details=details
-        )
 
-    def _interleaved(
-        self, context: ExperimentContext, matrix: csr_array, ways: dict[str, Any]
-    ) -> Any:
+    def _race(
+        self, run: ClaimRun, matrix: csr_array, ways: dict[str, Any]
+    ) -> Mapping[str, tuple[float, ...]]:
         """Each way from matrix to matrix, SciPy's left unsorted as it is."""
         from shoal.claims.lab.spgemm import spgemm
 
-        runs: dict[str, Callable[[], object]] = {}
+        arms: dict[str, Callable[[], object]] = {}
         for name, way in ways.items():
             if way is None:
-                runs[name] = functools.partial(matrix.__matmul__, matrix)
+                arms[name] = functools.partial(matrix.__matmul__, matrix)
             elif callable(way):
-                runs[name] = way
+                arms[name] = way
             else:
-                runs[name] = functools.partial(spgemm, matrix, matrix, kernel=way)
-        return interleave(runs, self.pairs, warmup=1, seed=context.seed)
+                arms[name] = functools.partial(spgemm, matrix, matrix, kernel=way)
+        return run.race(arms, self.pairs, swaps={}, warmup=1)
 
 
 def _graphblas(matrix: csr_array) -> Callable[[], object]:
@@ -229,7 +191,7 @@ def _roof_s(context: ExperimentContext, matrix: csr_array) -> float:
     return roof_s(call, context.machine or here())
 
 
-def _counters(matrix: csr_array, method: str) -> dict[str, JsonValue]:
+def _counters(matrix: csr_array, method: str) -> dict[str, Any]:
     import dataclasses
 
     from shoal.claims.lab.spgemm.product import multiply

@@ -12,28 +12,27 @@ run keeps.
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave
+from shoal.claims.experiments.tiny import llama
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     from shoal.claims.bench.activations import ActivationSetup
-    from shoal.memory.activations.cache import TensorCache
 
 __all__ = ["SSDTrainClaim"]
 
 _WARM = 3
-_VOCABULARY = 256
 
 
 @part
@@ -55,115 +54,80 @@ class SSDTrainClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (99,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        with torch_threads(1):
-            return self._run(context, quick, as_baseline)
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        with torch_threads(1), contextlib.ExitStack() as stack:
+            self._steps(run, stack)
 
-    def _run(self, context: ExperimentContext, quick: bool, as_baseline: bool) -> ClaimSamples:
+    def _steps(self, run: ClaimRun, stack: contextlib.ExitStack) -> None:
+        import torch
+
         ways = {
-            name: self._way(context, name, waits=quick)
+            name: self._way(run.context, name, waits=run.quick)
             for name in ("keep", "recompute", "ssdtrain")
         }
-        method = ways["keep" if as_baseline else "ssdtrain"]
-        context.progress("warming up", 0.05)
+        cache = ways["ssdtrain"].cache
+        assert cache is not None
+        stack.callback(cache.close)
+        method = ways[run.pick("ssdtrain", "keep")]
+        run.progress("warming up", 0.05)
         for way in ways.values():
             for _ in range(_WARM):
                 way.step()
-        context.progress("counting", 0.2)
+        run.progress("counting", 0.2)
         peaks = {name: way.peak() for name, way in ways.items()}
-        mine = method.peak()
+        run.put("peak", method.peak(), peaks["keep"])
+        both = zip(method.model.parameters(), ways["keep"].model.parameters(), strict=True)
         wrong = sum(
-            not _equal(a.grad, b.grad)
-            for a, b in zip(method.model.parameters(), ways["keep"].model.parameters(), strict=True)
+            a.grad is None or b.grad is None or not torch.equal(a.grad, b.grad) for a, b in both
         )
-        left = len(list(Path(context.work_dir).rglob("*tier*")))
-        cache = ways["ssdtrain"].cache
-        assert cache is not None
-        left += cache.disk.stats.used
-        metrics = {
-            "peak": PairedSamples(method=(float(mine),), baseline=(float(peaks["keep"]),)),
-            "wrong_gradients": PairedSamples(method=(float(wrong),)),
-            "left_behind": PairedSamples(method=(float(left),)),
-        }
-        details: dict[str, JsonValue] = {
+        run.put("wrong_gradients", wrong)
+        left = len(list(Path(run.work_dir).rglob("*tier*")))
+        run.put("left_behind", left + cache.disk.stats.used)
+        run.details |= {
             "peak_bytes": {name: float(peak) for name, peak in peaks.items()},
-            "cut": None if cache.cut is None else list(cache.cut),
+            "cut": cache.cut,
             "direct": cache.disk.direct,
         }
-        if quick:
-            _close(ways)
-            return ClaimSamples(metrics=metrics, details=details)
+        if run.quick:
+            return
         from shoal.memory.activations.ssdtrain import lifetime_years
 
-        context.progress("timing", 0.4)
+        run.progress("timing", 0.4)
         before = cache.stats.written_bytes, cache.stats.stall_s, cache.stats.forwarded
         runs: dict[str, Callable[[], object]] = {n: way.step for n, way in ways.items()}
-        if as_baseline:
-            # The baseline in the method's place: the same steps under another name.
-            runs["ssdtrain"] = self._way(context, "keep").step
-        times = interleave(runs, self.pairs, warmup=1, seed=context.seed)
-        seconds = times.seconds
-        metrics["step_time"] = PairedSamples(method=seconds["ssdtrain"], baseline=seconds["keep"])
-        metrics["over_recompute"] = PairedSamples(
-            method=seconds["ssdtrain"], baseline=seconds["recompute"]
-        )
-        medians = {name: times.median(name).value for name in seconds}
+        if run.as_baseline:
+            # The baseline in the method's place: the same steps of another model.
+            runs["ssdtrain"] = self._way(run.context, "keep").step
+        seconds = run.race(runs, self.pairs, warmup=1, swaps={})
+        medians = {name: statistics.median(each) for name, each in seconds.items()}
+        run.put("step_time", seconds["ssdtrain"], seconds["keep"], bound=1.0)
+        bound = medians["recompute"] / medians["keep"]
+        run.put("over_recompute", seconds["ssdtrain"], seconds["recompute"], bound=bound)
         steps = self.pairs + 1
         written = (cache.stats.written_bytes - before[0]) / steps
-        details["seconds"] = dict(medians)
-        details["written_bytes_a_step"] = written
-        details["stall_s_a_step"] = (cache.stats.stall_s - before[1]) / steps
-        details["forwarded_a_step"] = (cache.stats.forwarded - before[2]) / steps
+        run.details |= {
+            "seconds": medians,
+            "written_bytes_a_step": written,
+            "stall_s_a_step": (cache.stats.stall_s - before[1]) / steps,
+            "forwarded_a_step": (cache.stats.forwarded - before[2]) / steps,
+        }
         if written:
-            details["years_of_600_tb"] = lifetime_years(600e12, written, medians["ssdtrain"])
-        _close(ways)
-        return ClaimSamples(
-            metrics=metrics,
-            bounds={"over_recompute": medians["recompute"] / medians["keep"], "step_time": 1.0},
-            profile=", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in medians.items()),
-            details=details,
-        )
+            years = lifetime_years(600e12, written, medians["ssdtrain"])
+            run.details["years_of_600_tb"] = years
+        run.profile = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in medians.items())
 
     def _way(
         self, context: ExperimentContext, name: str, *, waits: bool = False
     ) -> ActivationSetup:
         from shoal.claims.bench.activations import way
         from shoal.memory.activations.ssdtrain import SSDTrain
-        from shoal.model.config import ModelConfig
 
-        config = ModelConfig(
-            name="claim",
-            vocab_size=_VOCABULARY,
-            hidden=self.hidden,
-            ffn_hidden=4 * self.hidden,
-            num_layers=6,
-            num_heads=self.hidden // 64,
-            num_kv_heads=self.hidden // 64,
-            head_dim=64,
-            max_position=self.length,
-        )
+        hidden = self.hidden
+        config = llama(hidden, 6, hidden // 64, ffn=4 * hidden, length=self.length)
         disk = SSDTrain(path=str(context.work_dir), adaptive=not waits)
         made = way(name, config, self.sequences, self.length, disk, context.seed)
         if waits and made.cache is not None:
             for block in made.model.blocks:
-                block.register_forward_hook(functools.partial(_written, made.cache))
+                block.register_forward_hook(lambda *_, cache=made.cache: cache.written())
         return made
-
-
-def _written(cache: TensorCache, *_: Any) -> None:
-    cache.written()
-
-
-def _close(ways: dict[str, ActivationSetup]) -> None:
-    for way in ways.values():
-        if way.cache is not None:
-            way.cache.close()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    import torch
-
-    return torch.equal(a, b)

@@ -12,25 +12,24 @@ and takes the window without overlap for the times. One thread computes, one cop
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import itertools
+import statistics
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.measure import interleave
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
+from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from shoal.memory.streaming.superpipeline import SuperpipelineModel
 
 __all__ = ["SuperpipelineClaim"]
 
@@ -57,19 +56,14 @@ class SuperpipelineClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (141,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        hidden = 128 if quick else self.hidden
-        metrics, details = self._counted(context, hidden, as_baseline)
-        context.progress("windows of every size", 0.2)
-        falls, peaks = self._rising(context, as_baseline, 4 if quick else 1)
-        metrics["peaks_not_rising"] = PairedSamples(method=(float(falls),))
-        details["peaks_by_k"] = [float(peak) for peak in peaks]
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        return self._timed(context, metrics, details, as_baseline)
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        self._count(run, 128 if run.quick else self.hidden)
+        run.progress("windows of every size", 0.2)
+        self._rise(run, 4 if run.quick else 1)
+        if not run.quick:
+            with torch_threads(1), contextlib.ExitStack() as stack:
+                self._time(run, stack)
 
     def _model(self, kind: str, hidden: int, seed: int) -> nn.Module:
         models = importlib.import_module(_MODELS)
@@ -89,118 +83,81 @@ class SuperpipelineClaim(BaseClaim):
             return torch.randint(0, 512, (1, self.tokens), generator=source)
         return torch.randn(1, 3, 64, 64, generator=source)
 
-    def _counted(
-        self, context: ExperimentContext, hidden: int, as_baseline: bool
-    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
+    def _count(self, run: ClaimRun, hidden: int) -> None:
         """Peaks, outputs and loads of both models."""
-        metrics: dict[str, PairedSamples] = {}
-        details: dict[str, JsonValue] = {}
-        wrong, loads = [], []
-        for kind, (blocks, k, step) in _WINDOWS.items():
-            context.progress(f"counting, {kind} model", 0.05)
-            given = self._input(kind, context.seed)
-            whole, expected, _, _ = _peak(self._model(kind, hidden, context.seed), given, blocks, 1)
-            if as_baseline:
-                k, step = blocks, 1
-            model = self._model(kind, hidden, context.seed)
-            peak, result, each, outcome = _peak(model, given, k, step)
-            metrics[f"peak_{kind}"] = PairedSamples(method=(peak,), baseline=(whole,))
-            wrong.append(float(not all(map(_equal(expected[0]), [*expected, *result]))))
-            loads.append(each / blocks)
-            details[kind] = outcome
-        metrics["wrong_outputs"] = PairedSamples(method=tuple(wrong))
-        metrics["loads_per_block"] = PairedSamples(method=tuple(loads))
-        return metrics, details
-
-    def _rising(
-        self, context: ExperimentContext, as_baseline: bool, by: int
-    ) -> tuple[int, list[int]]:
-        """Windows whose peak is not above that of the next smaller one, and all peaks."""
-        blocks = _WINDOWS["language"][0]
-        model = self._model("language", 64, context.seed)
-        given = self._input("language", context.seed)
-        windows = [(blocks if as_baseline else k) for k in range(1, blocks + 1, by)]
-        peaks = [_peak(model, given, k, max(1, k // 2))[0] for k in windows]
-        return sum(b <= a for a, b in itertools.pairwise(peaks)), peaks
-
-    def _timed(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        as_baseline: bool,
-    ) -> ClaimSamples:
         import torch
 
+        wrong, loads = [], []
+        for kind, (blocks, k, step) in _WINDOWS.items():
+            run.progress(f"counting, {kind} model", 0.05)
+            given = self._input(kind, run.seed)
+            whole, expected, _, _ = _peak(self._model(kind, hidden, run.seed), given, blocks, 1)
+            window = run.pick((k, step), (blocks, 1))
+            peak, result, each, outcome = _peak(self._model(kind, hidden, run.seed), given, *window)
+            run.put(f"peak_{kind}", peak, whole)
+            wrong.append(not all(torch.equal(expected[0], out) for out in [*expected, *result]))
+            loads.append(each / blocks)
+            run.details[kind] = outcome
+        run.put("wrong_outputs", wrong)
+        run.put("loads_per_block", loads)
+
+    def _rise(self, run: ClaimRun, by: int) -> None:
+        """Windows whose peak is not above that of the next smaller one, and all peaks."""
+        blocks = _WINDOWS["language"][0]
+        model = self._model("language", 64, run.seed)
+        given = self._input("language", run.seed)
+        windows = [run.pick(k, blocks) for k in range(1, blocks + 1, by)]
+        peaks = [_peak(model, given, k, max(1, k // 2))[0] for k in windows]
+        run.put("peaks_not_rising", sum(b <= a for a, b in itertools.pairwise(peaks)))
+        run.details["peaks_by_k"] = list(map(float, peaks))
+
+    def _time(self, run: ClaimRun, stack: contextlib.ExitStack) -> None:
         from shoal.memory.streaming.superpipeline import wrap
         from shoal.memory.tiers.mover import EmulatedLink
 
-        given = self._input("language", context.seed)
+        given = self._input("language", run.seed)
         _, k, step = _WINDOWS["language"]
         ways: dict[str, tuple[int, int, bool]] = {
-            "method": (k, k, False) if as_baseline else (k, step, True),
+            "method": (k, step, True),
             "whole windows": (k, k, False),
             "window at once": (k, k, True),
             "single blocks": (1, 1, True),
         }
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        wrapped: list[SuperpipelineModel] = []
         runs: dict[str, Callable[[], object]] = {}
-        try:
-            for name, (size, moved, overlap) in ways.items():
-                context.progress(f"building: {name}", 0.4)
-                model = self._model("language", self.hidden, context.seed)
-                link = EmulatedLink(self.bytes_per_s)
-                wrapped.append(wrap(model, size, moved, device="cpu", link=link, overlap=overlap))
-                runs[name] = functools.partial(_forward, model, given)
-            resident = self._model("language", self.hidden, context.seed)
-            runs["resident"] = functools.partial(_forward, resident, given)
-            skipped: dict[str, str] = {}
-            if importlib.util.find_spec("accelerate") is None:
-                skipped["over_single_blocks"] = "accelerate is not installed"
-            else:
-                models = importlib.import_module(_MODELS)
-                peer = models.accelerated(
-                    self._model("language", self.hidden, context.seed),
-                    EmulatedLink(self.bytes_per_s),
-                )
-                runs["accelerate"] = functools.partial(_forward, peer, given)
-            context.progress("timing", 0.6)
-            times = interleave(runs, self.pairs, warmup=2, seed=context.seed)
-        finally:
-            for one in wrapped:
-                one.close()
-            torch.set_num_threads(threads)
-        seconds = times.seconds
-        metrics["over_whole_windows"] = PairedSamples(
-            method=seconds["method"], baseline=seconds["whole windows"]
-        )
-        peers = {}
-        if not skipped:
-            metrics["over_single_blocks"] = PairedSamples(
-                method=seconds["method"], baseline=seconds["single blocks"]
+        nbytes = 0
+        for name, (size, moved, overlap) in run.arms(ways, {"method": "whole windows"}).items():
+            run.progress(f"building: {name}", 0.4)
+            model = self._model("language", self.hidden, run.seed)
+            link = EmulatedLink(self.bytes_per_s)
+            one = wrap(model, size, moved, device="cpu", link=link, overlap=overlap)
+            stack.callback(one.close)
+            nbytes = sum(one.report.block_bytes)
+            runs[name] = functools.partial(_forward, model, given)
+        resident = self._model("language", self.hidden, run.seed)
+        runs["resident"] = functools.partial(_forward, resident, given)
+        if importlib.util.find_spec("accelerate") is None:
+            run.skip("accelerate is not installed", "over_single_blocks")
+        else:
+            models = importlib.import_module(_MODELS)
+            peer = models.accelerated(
+                self._model("language", self.hidden, run.seed), EmulatedLink(self.bytes_per_s)
             )
-            peers["over_single_blocks"] = PairedSamples(
-                method=tuple(1 / s for s in seconds["single blocks"]),
-                baseline=tuple(1 / s for s in seconds["accelerate"]),
-            )
-        medians = {name: times.median(name).value for name in seconds}
-        blocks_bytes = sum(wrapped[0].report.block_bytes)
-        floor = max(medians["resident"], blocks_bytes / self.bytes_per_s)
-        details["seconds"] = dict(medians)
-        details["link_s"] = blocks_bytes / self.bytes_per_s
-        return ClaimSamples(
-            metrics=metrics,
-            skipped=skipped,
-            bounds={
-                "over_whole_windows": medians["whole windows"] / floor,
-                "over_single_blocks": medians["single blocks"] / floor,
-            },
-            peers=peers,
-            profile=", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in medians.items()),
-            details=details,
-        )
+            runs["accelerate"] = functools.partial(_forward, peer, given)
+        run.progress("timing", 0.6)
+        seconds = run.race(runs, self.pairs, swaps={})
+        medians = {name: statistics.median(each) for name, each in seconds.items()}
+        floor = max(medians["resident"], nbytes / self.bytes_per_s)
+        for metric, way in (
+            ("over_whole_windows", "whole windows"),
+            ("over_single_blocks", "single blocks"),
+        ):
+            run.bounds[metric] = medians[way] / floor
+            if metric not in run.skipped:
+                run.put(metric, seconds["method"], seconds[way])
+        if not run.skipped:
+            run.put_peer("over_single_blocks", seconds["single blocks"], seconds["accelerate"])
+        run.details |= {"seconds": medians, "link_s": nbytes / self.bytes_per_s}
+        run.profile = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in medians.items())
 
 
 def _forward(model: nn.Module, given: Tensor) -> Tensor:
@@ -211,15 +168,9 @@ def _forward(model: nn.Module, given: Tensor) -> Tensor:
         return tensor
 
 
-def _equal(expected: Tensor) -> Callable[[Tensor], bool]:
-    import torch
-
-    return functools.partial(torch.equal, expected)
-
-
 def _peak(
     model: nn.Module, given: Tensor, k: int, k_prime: int
-) -> tuple[int, list[Tensor], int, JsonValue]:
+) -> tuple[int, list[Tensor], int, str]:
     """Three passes on a counted device: peak bytes, outputs, loads of the last pass, the report."""
     from shoal.memory.streaming.superpipeline import wrap
     from shoal.memory.tiers.device import DeviceScope

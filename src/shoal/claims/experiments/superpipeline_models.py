@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.claims.experiments.tiny import llama
 from shoal.memory.tiers.mover import EmulatedLink
-from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
 
 __all__ = ["VisionTransformer", "accelerated", "language_model"]
@@ -19,18 +19,8 @@ __all__ = ["VisionTransformer", "accelerated", "language_model"]
 def language_model(blocks: int, hidden: int, seed: int) -> Transformer:
     """A decoder of so many blocks with random weights."""
     torch.manual_seed(seed)
-    config = ModelConfig(
-        name="claim",
-        vocab_size=512,
-        hidden=hidden,
-        ffn_hidden=8 * hidden // 3 // 16 * 16,
-        num_layers=blocks,
-        num_heads=hidden // 64,
-        num_kv_heads=hidden // 64,
-        head_dim=64,
-        max_position=512,
-    )
-    return Transformer(config).eval()
+    ffn = 8 * hidden // 3 // 16 * 16
+    return Transformer(llama(hidden, blocks, hidden // 64, vocab=512, ffn=ffn, length=512)).eval()
 
 
 class VisionTransformer(nn.Module):

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun, wire_bytes
+from shoal.claims.protocols import ExperimentContext
+from shoal.claims.ranks import on_ranks, slowest
 from shoal.core.meter import Meter
 from shoal.core.parts import part
 from shoal.cost.t3.sublayers import MODELS, SublayerComparison, compare, sublayers
@@ -52,106 +53,70 @@ class T3(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (6,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Simulate, and count bytes; the full run also times two processes, for a minute."""
-        result = context.remember("simulated", lambda: _simulated(context))
-        metrics = {
-            "simulated_speedup": PairedSamples(
-                method=(1.0 if as_baseline else _geomean([c.speedup for c in result]),)
+        result = run.remember("simulated", lambda: _simulated(run.context))
+        run.put("simulated_speedup", run.pick(_geomean([c.speedup for c in result]), 1.0))
+        movement = _geomean([1 + c.movement for c in result]) - 1
+        run.put("simulated_movement", run.pick(movement, 0.0))
+        run.put(
+            "over_bound",
+            (
+                run.pick(c.fused.seconds, c.product_s + c.reduce_scatter_s) / c.bound_s
+                for c in result
             ),
-            "simulated_movement": PairedSamples(
-                method=(0.0 if as_baseline else _geomean([1 + c.movement for c in result]) - 1,)
-            ),
-            "over_bound": PairedSamples(
-                method=tuple(
-                    (c.product_s + c.reduce_scatter_s if as_baseline else c.fused.seconds)
-                    / c.bound_s
-                    for c in result
-                )
-            ),
-            "missing_updates": PairedSamples(
-                method=tuple(
-                    max(abs(n - c.sublayer.product.tp) for n in c.fused.updates) for c in result
-                )
-            ),
-            "bytes_over_ring": PairedSamples(method=tuple(_bytes_over_ring(n) for n in (2, 3, 4))),
-        }
-        details: dict[str, JsonValue] = {"sublayers": [_row(c) for c in result]}
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
+        )
+        run.put(
+            "missing_updates",
+            (max(abs(n - c.sublayer.product.tp) for n in c.fused.updates) for c in result),
+        )
+        run.put("bytes_over_ring", (_bytes_over_ring(n) for n in (2, 3, 4)))
+        run.details["sublayers"] = [_row(c) for c in result]
+        if run.quick:
+            return
         reason = unavailable()
         if reason is not None:
-            return ClaimSamples(
-                metrics=metrics, details=details, skipped=dict.fromkeys(_REAL, reason)
-            )
-        return self._real(context, metrics, details, as_baseline)
+            run.skip(reason, *_REAL)
+            return
+        self._real(run)
 
-    def _real(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        as_baseline: bool,
-    ) -> ClaimSamples:
-        from shoal.parallel.comm.processes import run_processes
+    def _real(self, run: ClaimRun) -> None:
         from shoal.parallel.overlap import TILES
 
-        shape = {"rows": self.tokens, "inner": self.width, "outer": self.width}
-        context.progress("the product alone", 0.2)
-        alone = context.remember(
-            "product",
-            lambda: run_processes(f"{_RANKS}:product_s", 2, {**shape, "repeats": self.repeats}),
+        shape: dict[str, Any] = {"rows": self.tokens, "inner": self.width, "outer": self.width}
+        run.progress("the product alone", 0.2)
+        alone = run.remember(
+            "product", lambda: on_ranks(f"{_RANKS}:product_s", 2, **shape, repeats=self.repeats)
         )
         product = max(statistics.median(times) for times in alone)
         sent = self.tokens // 2 * self.width * 4
         bandwidth = sent / product
-        context.progress("products and messages", 0.3)
+        run.progress("products and messages", 0.3)
         with emulate(2, bandwidth=bandwidth) as network:
-            ranks = run_processes(
-                f"{_RANKS}:pairs",
-                2,
-                {**shape, "repeats": self.repeats, "tiled": not as_baseline},
-                ranks_per_node=1,
-                start=network.start,
-                timeout_s=120.0 + 30.0 * product * self.repeats,
-            )
-
-        def seconds(form: str) -> tuple[float, ...]:
-            return tuple(max(turn) for turn in zip(*(r[form] for r in ranks), strict=True))
-
-        after, library = seconds("scatter_after"), seconds("library")
-        metrics["scatter_speedup"] = PairedSamples(method=seconds("scatter"), baseline=after)
-        metrics["gather_speedup"] = PairedSamples(
-            method=seconds("gather"), baseline=seconds("gather_after")
-        )
+            ranks = on_ranks(
+                f"{_RANKS}:pairs", 2, network=network, repeats=self.repeats,
+                timeout_s=120.0 + 30.0 * product * self.repeats, tiled=not run.as_baseline, **shape,
+            )  # fmt: skip
+        difference = max(float(rank.pop("difference")) for rank in ranks)
+        seconds = {form: slowest(ranks, form) for form in ranks[0]}
+        middle = {name: statistics.median(of) for name, of in seconds.items()}
         # Messages begin after the first tile, or end before the last.
         bound = 2.0 / (1.0 + 1.0 / (2 * TILES))
-        middle = {name: statistics.median(seconds(name)) for name in ranks[0] if name != _APART}
-        details |= {
+        for form in ("scatter", "gather"):
+            run.put(f"{form}_speedup", seconds[form], seconds[f"{form}_after"], bound=bound)
+        run.put_peer("scatter_speedup", seconds["scatter_after"], seconds["library"])
+        run.details |= {
             "product_s": product,
             "bandwidth": bandwidth,
             "sent_bytes": sent,
-            "medians_s": {name: float(value) for name, value in middle.items()},
-            "difference": max(float(r[_APART]) for r in ranks),
+            "medians_s": middle,
+            "difference": difference,
         }
         messages = middle["scatter_after"] - product
-        return ClaimSamples(
-            metrics=metrics,
-            details=details,
-            bounds=dict.fromkeys(_REAL, bound),
-            peers={
-                "scatter_speedup": PairedSamples(
-                    method=tuple(1 / s for s in after), baseline=tuple(1 / s for s in library)
-                )
-            },
-            profile=f"product {1e3 * product:.0f} ms, messages after it {1e3 * messages:.0f} ms, "
-            f"tiled {1e3 * middle['scatter']:.0f} ms, gathered {1e3 * middle['gather']:.0f} ms",
+        run.profile = (
+            f"product {1e3 * product:.0f} ms, messages after it {1e3 * messages:.0f} ms, "
+            f"tiled {1e3 * middle['scatter']:.0f} ms, gathered {1e3 * middle['gather']:.0f} ms"
         )
-
-
-_APART = "difference"
 
 
 def _simulated(context: ExperimentContext) -> list[SublayerComparison]:
@@ -181,11 +146,10 @@ def _bytes_over_ring(world: int) -> float:
         scattered_product(torch.ones(rows, 3), torch.ones(3, width), comm)[1].wait()
 
     run_ranks(world, on, meter=meter)
-    sent = sum(v for name, v in meter.totals().items() if name.startswith("wire_bytes"))
-    return sent / ((world - 1) * rows * width * 4)
+    return wire_bytes(meter.totals()) / ((world - 1) * rows * width * 4)
 
 
-def _row(found: SublayerComparison) -> dict[str, JsonValue]:
+def _row(found: SublayerComparison) -> dict[str, Any]:
     layer = found.sublayer
     return {
         "model": layer.model,

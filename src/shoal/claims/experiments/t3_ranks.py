@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.claims.ranks import in_turn
 from shoal.parallel.overlap.tile import gathered_product, scattered_product
 from shoal.parallel.protocols import Comm
 from shoal.parallel.tensor.operators import TAG
@@ -22,10 +23,7 @@ __all__ = ["gather_after", "pairs", "product_s", "scatter_after"]
 
 def _operands(comm: Comm, rows: int, inner: int, outer: int) -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(comm.rank)
-    return (
-        torch.randn(rows, inner, generator=source),
-        torch.randn(inner, outer, generator=source),
-    )
+    return (torch.randn(rows, inner, generator=source), torch.randn(inner, outer, generator=source))
 
 
 def product_s(comm: Comm, rows: int, inner: int, outer: int, repeats: int) -> list[float]:
@@ -113,21 +111,16 @@ def pairs(
         "gather": gather,
         "library": lambda: _library(x, weight, comm),
     }
-    pairs: dict[str, Any] = {name: [] for name in forms}
     results: dict[str, Tensor] = {}
-    for turn in range(repeats + 1):
-        # Every other round backwards, so that drift favours none.
-        for name in list(forms)[:: 1 if turn % 2 else -1]:
-            comm.barrier()
-            begin = time.perf_counter()
-            results[name] = forms[name]()
-            comm.barrier()
-            if turn:
-                pairs[name].append(time.perf_counter() - begin)
+
+    def once(form: str) -> None:
+        results[form] = forms[form]()
+
+    arms = {form: lambda form=form: once(form) for form in forms}
+    seconds = in_turn(comm, arms, repeats)
     scale = float(results["scatter_after"].abs().max())
     apart = max(
-        float((results["scatter"] - results["scatter_after"]).abs().max()),
-        float((results["gather"] - results["gather_after"]).abs().max()),
+        float((results[form] - results[f"{form}_after"]).abs().max())
+        for form in ("scatter", "gather")
     )
-    pairs["difference"] = apart / scale
-    return pairs
+    return {**seconds, "difference": apart / scale}

@@ -21,10 +21,10 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
+from shoal.claims.ranks import on_ranks
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.kernel.strided.canonical import StridedBlock, canonical, rewritten
@@ -50,7 +50,6 @@ _SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 21, 22, 24))
 _RUNS = (2, 4, 16, 64, 256, 1024, 4096)
 _TIE = 1.05
 _TIMED = ("mpi_speedup", "contiguous_speedup", "loop_speedup", "memcpy_speedup")
-_NO_GPU = "no CUDA device here"
 
 
 @part
@@ -72,133 +71,84 @@ class Tempi(BaseClaim):
     repeats: Annotated[int, Ge(3)] = 31
 
     rows: ClassVar[tuple[int, ...]] = (19,)
+    needs: ClassVar[tuple[str, ...]] = ("c++",)
 
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """Needs a compiler for the kernels; MPI and a GPU are skipped by themselves."""
-        from shoal.core.native import compiler
-
-        return None if compiler() else "no C++ compiler here (apt install g++)"
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Check types; the full run also times packing for a minute, and 60 messages."""
-        nests = min(self.nests, 40) if quick else self.nests
-        context.progress("types", 0.0)
-        metrics = {
-            "wrong_types": PairedSamples(method=(_wrong(nests, context.seed, as_baseline),)),
-            "one_form": PairedSamples(
-                method=tuple(_one_form(spelled, as_baseline) for spelled in objects())
-            ),
+        nests = min(self.nests, 40) if run.quick else self.nests
+        run.progress("types", 0.0)
+        run.put("wrong_types", _wrong(nests, run.seed, run.as_baseline))
+        run.put("one_form", (_one_form(spelled, run.as_baseline) for spelled in objects()))
+        if run.quick:
+            return
+        run.progress("packing", 0.1)
+        given: dict[str, Any] = {
+            "edge": self.edge,
+            "arrays": self.arrays,
+            "pairs": self.pairs,
+            "seed": run.seed,
         }
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        from shoal.parallel.comm.processes import run_processes
-
-        context.progress("packing", 0.1)
-        packed = context.remember(
-            "packing",
-            lambda: run_processes(
-                f"{_RANKS}:packing",
-                1,
-                {
-                    "edge": self.edge,
-                    "arrays": self.arrays,
-                    "pairs": self.pairs,
-                    "seed": context.seed,
-                },
-                timeout_s=600.0,
-            )[0],
+        packed = run.remember(
+            "packing", lambda: on_ranks(f"{_RANKS}:packing", 1, timeout_s=600.0, **given)[0]
         )
-        context.progress("60 messages in every way", 0.6)
-        sent = context.remember(
-            "methods",
-            lambda: run_processes(
-                f"{_RANKS}:methods",
-                2,
-                {"sizes": _SIZES, "runs": _RUNS, "repeats": self.repeats},
-                timeout_s=600.0,
-            )[0],
+        run.progress("60 messages in every way", 0.6)
+        ways: dict[str, Any] = {"sizes": _SIZES, "runs": _RUNS, "repeats": self.repeats}
+        sent = run.remember(
+            "methods", lambda: on_ranks(f"{_RANKS}:methods", 2, timeout_s=600.0, **ways)[0]
         )
-        samples = _timings(packed, as_baseline, context)
-        metrics |= samples.metrics
-        metrics["fastest_method"] = PairedSamples(
-            method=tuple(_is_fastest(row, as_baseline) for row in sent)
+        _timings(run, packed)
+        fastest = (
+            row["taken_s"][run.pick(row["chosen"], "oneshot")]
+            <= _TIE * min(row["taken_s"].values())
+            for row in sent
         )
-        skipped = dict(samples.skipped)
-        gpu = _gpu(as_baseline, self.pairs, context.seed)
-        if isinstance(gpu, str):
-            skipped["gpu_speedup"] = gpu
-        else:
-            metrics["gpu_speedup"] = gpu
+        run.put("fastest_method", fastest, bound=1.0)
+        _gpu(run, self.pairs)
         strict = [row["chosen"] == min(row["taken_s"], key=row["taken_s"].get) for row in sent]
-        return samples.model_copy(
-            update={
-                "metrics": metrics,
-                "skipped": skipped,
-                "bounds": {**samples.bounds, "fastest_method": 1.0},
-                "details": {
-                    **samples.details,
-                    "messages": sent,
-                    "fastest_without_ties": statistics.fmean(strict),
-                },
-            }
-        )
+        run.details |= {"messages": sent, "fastest_without_ties": statistics.fmean(strict)}
 
 
-def _timings(packed: dict[str, Any], as_baseline: bool, context: ExperimentContext) -> ClaimSamples:
+def _timings(run: ClaimRun, packed: dict[str, Any]) -> None:
     """The worst case of each comparison, and what memory would allow there."""
     from shoal.kernel.dispatch import here
 
     seconds: dict[str, dict[str, list[float]]] = packed["seconds"]
-    machine = context.machine or here()
+    machine = run.context.machine or here()
     bandwidth = machine.device.main_memory.read_bandwidth
-    ours = "contiguous" if as_baseline else "pack"
-    metrics, bounds, worst = {}, {}, {}
+    ours = run.pick("pack", "contiguous")
+    worst = {}
     for name, peer in zip(_TIMED, ("mpi", "contiguous", "loop", "memcpy"), strict=True):
         cases = [case for case, taken in seconds.items() if peer in taken]
         if name == "contiguous_speedup":
             cases.remove("whole")
         if not cases:
             continue
-        case = min(cases, key=lambda case: _speedup(seconds[case], ours, peer))
+        case = min(
+            cases, key=lambda case: np.median(np.divide(seconds[case][peer], seconds[case][ours]))
+        )
         taken = seconds[case]
-        metrics[name] = PairedSamples(method=tuple(taken[ours]), baseline=tuple(taken[peer]))
+        roof = packed["moved"][case] / bandwidth if bandwidth else 0.0
+        bound = statistics.median(taken[peer]) / roof if roof else None
+        run.put(name, taken[ours], taken[peer], bound=bound)
         worst[name] = case
-        if bandwidth:
-            roof = packed["moved"][case] / bandwidth
-            bounds[name] = statistics.median(taken[peer]) / roof
-    skipped = {}
     if packed["skipped"]:
-        skipped = dict.fromkeys(("mpi_speedup", "mpi_wrong_bytes"), packed["skipped"])
+        run.skip(packed["skipped"], "mpi_speedup", "mpi_wrong_bytes")
     else:
-        metrics["mpi_wrong_bytes"] = PairedSamples(method=(float(packed["wrong"]),))
+        run.put("mpi_wrong_bytes", packed["wrong"])
     rates = {
         case: {way: packed["bytes"][case] / statistics.median(t) / 1e9 for way, t in taken.items()}
         for case, taken in seconds.items()
     }
-    details: dict[str, JsonValue] = {
-        "worst_case": dict(worst.items()),
-        "packed_gb_per_s": {case: dict(row) for case, row in rates.items()},
-        "moved_bytes": dict(packed["moved"]),
+    run.details |= {
+        "worst_case": worst,
+        "packed_gb_per_s": rates,
+        "moved_bytes": packed["moved"],
         "mpi": packed.get("mpi", ""),
     }
-    profile = "; ".join(
+    run.profile = "; ".join(
         f"{case}: " + ", ".join(f"{way} {rate:.2f} GB/s" for way, rate in row.items())
         for case, row in rates.items()
     )
-    return ClaimSamples(
-        metrics=metrics, bounds=bounds, skipped=skipped, profile=profile, details=details
-    )
-
-
-def _speedup(taken: dict[str, list[float]], ours: str, peer: str) -> float:
-    return float(np.median(np.divide(taken[peer], taken[ours])))
-
-
-def _is_fastest(row: dict[str, Any], as_baseline: bool) -> float:
-    chosen = "oneshot" if as_baseline else row["chosen"]
-    return float(row["taken_s"][chosen] <= _TIE * min(row["taken_s"].values()))
 
 
 def random_nest(random: np.random.Generator, depth: int = 4) -> Datatype:
@@ -325,14 +275,14 @@ def objects() -> list[list[Datatype]]:
     ]
 
 
-def _gpu(as_baseline: bool, pairs: int, seed: int) -> PairedSamples | str:
+def _gpu(run: ClaimRun, pairs: int) -> None:
     """Blocks of 4 bytes on a GPU: the kernel, and a copy each, which is timed on few of them."""
     import torch
 
     if not torch.cuda.is_available():
-        return _NO_GPU
+        run.skip("no CUDA device here", "gpu_speedup")
+        return
     from shoal.claims.lab.strided.api import pack
-    from shoal.core.measure import interleave
 
     blocks, sample = 2**20, 2**12
     memory = torch.zeros(blocks * 512, dtype=torch.uint8, device="cuda")
@@ -348,7 +298,6 @@ def _gpu(as_baseline: bool, pairs: int, seed: int) -> PairedSamples | str:
             out[4 * index : 4 * index + 4].copy_(view[index], non_blocking=True)
         torch.cuda.synchronize()
 
-    timed = interleave({"kernel": kernel, "copies": copies}, pairs, seed=seed)
-    each = [seconds * blocks / sample for seconds in timed.seconds["copies"]]
-    ours = each if as_baseline else timed.seconds["kernel"]
-    return PairedSamples(method=tuple(ours), baseline=tuple(each))
+    timed = run.race({"kernel": kernel, "copies": copies}, pairs, swaps={})
+    each = [seconds * blocks / sample for seconds in timed["copies"]]
+    run.put("gpu_speedup", run.pick(timed["kernel"], tuple(each)), each)

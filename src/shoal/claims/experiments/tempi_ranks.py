@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +15,7 @@ from shoal.claims.lab.strided.api import commit, layout_of, pack, unpack
 from shoal.claims.lab.strided.messages import receive, send
 from shoal.claims.lab.strided.method import MESSAGES, MethodModel
 from shoal.claims.lab.strided.tables import measure_parts
+from shoal.claims.ranks import in_turn
 from shoal.core.measure import interleave, num_cores
 from shoal.kernel.strided.datatype import contiguous, hvector, named, resized
 from shoal.parallel.protocols import Comm
@@ -239,19 +240,19 @@ def methods(
             view = memory.as_strided((count, length), (pitch, 1))
             layout = layout_of(view, order_free=True)
             seconds = model.seconds(layout)
-            times: dict[str, list[float]] = {name: [] for name in seconds}
-            for turn in range(repeats + 1):
-                for name in list(seconds)[:: 1 if turn % 2 else -1]:
-                    comm.barrier()
-                    begin = time.perf_counter()
-                    if comm.rank == 0:
-                        send(comm, view, 1, method=name).wait()
-                        comm.receive(memory[:1], 1, tag="done").wait()
-                    else:
-                        receive(comm, view, 0, method=name).wait()
-                        comm.send(memory[:1], 0, tag="done").wait()
-                    if turn:
-                        times[name].append(time.perf_counter() - begin)
+
+            def message(name: Any, view: Tensor = view, memory: Tensor = memory) -> None:
+                if comm.rank == 0:
+                    send(comm, view, 1, method=name).wait()
+                    comm.receive(memory[:1], 1, tag="done").wait()
+                else:
+                    receive(comm, view, 0, method=name).wait()
+                    comm.send(memory[:1], 0, tag="done").wait()
+
+            ways: dict[str, Callable[[], object]] = {
+                name: functools.partial(message, name) for name in seconds
+            }
+            times = in_turn(comm, ways, repeats, together=False)
             methods.append(
                 {
                     "bytes": size,

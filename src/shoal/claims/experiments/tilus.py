@@ -14,6 +14,7 @@ widths are stored and computed as the next of these.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -21,10 +22,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -35,7 +36,7 @@ from shoal.kernel.formats import weight_format
 from shoal.kernel.tile.types import NARROW, TileType, tile_type
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 __all__ = ["Tilus"]
 
@@ -73,59 +74,27 @@ class Tilus(BaseClaim):
         reason = kernels_of("linear_lowbit")["anybit"].refuses(_call("int4-g128", 256))
         return None if reason is None else f"the program's C++ {reason}"
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Compile types and compare; the full run compiles all of them, and times some."""
-        types = [tile_type(name) for name in _QUICK] if quick else list(NARROW)
-        wrong = context.remember("wrong", lambda: _wrong(types, context))
+        types = [tile_type(name) for name in _QUICK] if run.quick else list(NARROW)
+        wrong = run.remember("wrong", lambda: _wrong(types, run.context))
         # What has no width of its own has no product of its own.
-        lacking = [dtype for dtype in types if as_baseline and dtype.bits not in (4, 8)]
-        metrics = {
-            "wrong_types": PairedSamples(method=(float(len(wrong) + len(lacking)),)),
-            "stored_bytes": PairedSamples(
-                method=tuple(_stored(dtype, as_baseline) for dtype in types)
-            ),
-        }
-        details: dict[str, JsonValue] = {"types": len(types), "wrong": list(wrong)}
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details)
-        timed = self._timed(context, as_baseline)
-        return ClaimSamples(
-            metrics=metrics | timed.metrics,
-            bounds=timed.bounds,
-            profile=timed.profile,
-            details=details | timed.details,
-        )
+        lacking = [dtype for dtype in types if run.as_baseline and dtype.bits not in (4, 8)]
+        run.put("wrong_types", len(wrong) + len(lacking))
+        run.put("stored_bytes", (_stored(dtype, run.as_baseline) for dtype in types))
+        run.details |= {"types": len(types), "wrong": wrong}
+        if not run.quick:
+            self._time(run)
 
-    def _timed(self, context: ExperimentContext, as_baseline: bool) -> ClaimSamples:
+    def _time(self, run: ClaimRun) -> None:
         import torch
 
-        context.progress("weights", 0.4)
-        layer = context.remember("layer", lambda: _Layer(self.edge, self.cold_bytes, context.seed))
-        methods = dict(layer.methods)
-        if as_baseline:
-            methods["int3-g128"] = methods["int8-g128"]
-            methods["int4-g128"] = methods[_BF16]
-        names = ["int3-g128", "int4-g128", "int8-g128", _BF16, _HAND, _GENERIC]
-        result = interleave(
-            {name: methods[name] for name in names},
-            self.pairs,
-            seed=context.seed,
-            progress=lambda text, done: context.progress(text, 0.5 + 0.3 * done),
-        ).seconds
-        four = result["int4-g128"]
-        metrics = {
-            "bits3_over_bits8": PairedSamples(
-                method=result["int3-g128"], baseline=result["int8-g128"]
-            ),
-            "speedup_bf16": PairedSamples(method=four, baseline=result[_BF16]),
-            "time_over_hand_written": PairedSamples(method=four, baseline=result[_HAND]),
-            "speedup_over_generic": PairedSamples(method=four, baseline=result[_GENERIC]),
-        }
-        if as_baseline:
-            return ClaimSamples(metrics=metrics)
-        machine = context.machine or here()
+        run.progress("weights", 0.4)
+        layer = run.remember("layer", lambda: _Layer(self.edge, self.cold_bytes, run.seed))
+        swaps = {"int3-g128": "int8-g128", "int4-g128": _BF16}
+        run.progress("products in turn", 0.5)
+        taken = run.race(layer.methods, self.pairs, swaps=swaps)
+        machine = run.context.machine or here()
 
         def roof(name: str) -> float:
             made = (
@@ -135,32 +104,34 @@ class Tilus(BaseClaim):
             )
             return roof_s(made, machine, "bf16")
 
-        middle = {name: statistics.median(each) for name, each in result.items()}
+        middle = {name: statistics.median(each) for name, each in taken.items()}
+        roofs = {name: roof(name) for name in ("int3-g128", "int4-g128", "int8-g128")}
+        four = roofs["int4-g128"]
+        for metric, ours, baseline, bound in (
+            ("bits3_over_bits8", "int3-g128", "int8-g128", roofs["int3-g128"] / roofs["int8-g128"]),
+            ("speedup_bf16", "int4-g128", _BF16, middle[_BF16] / four),
+            ("time_over_hand_written", "int4-g128", _HAND, four / middle[_HAND]),
+            ("speedup_over_generic", "int4-g128", _GENERIC, middle[_GENERIC] / four),
+        ):
+            run.put(metric, taken[ours], taken[baseline], bound=run.pick(bound, None))
+        if run.as_baseline:
+            return
         for index, name in enumerate(_OTHERS):
-            context.progress(name, 0.8 + 0.2 * index / len(_OTHERS))
+            run.progress(name, 0.8 + 0.2 * index / len(_OTHERS))
             # One after the other: together their copies would take more memory than many have.
             more = interleave({name: layer.made(name)}, max(5, self.pairs // 3)).seconds
             middle[name] = statistics.median(more[name])
-        bounds = {
-            "bits3_over_bits8": roof("int3-g128") / roof("int8-g128"),
-            "speedup_bf16": middle[_BF16] / roof("int4-g128"),
-            "time_over_hand_written": roof("int4-g128") / middle[_HAND],
-            "speedup_over_generic": middle[_GENERIC] / roof("int4-g128"),
-        }
-        profile = "; ".join(
+        run.profile = "; ".join(
             f"{name}: {1e6 * seconds:.0f} us, roof {1e6 * roof(name):.0f} us"
             for name, seconds in middle.items()
         )
-        table: dict[str, JsonValue] = {
-            name: {"seconds": seconds, "roof_seconds": roof(name)}
-            for name, seconds in middle.items()
+        run.details |= {
+            "table": {
+                name: {"seconds": seconds, "roof_seconds": roof(name)}
+                for name, seconds in middle.items()
+            },
+            "threads": torch.get_num_threads(),
         }
-        return ClaimSamples(
-            metrics=metrics,
-            bounds=bounds,
-            profile=profile,
-            details={"table": table, "threads": torch.get_num_threads()},
-        )
 
 
 class _Layer:
@@ -183,12 +154,11 @@ class _Layer:
         plain = kernels_of("linear")["torch"]
         self.methods: dict[str, Callable[[], None]] = {name: self.made(name) for name in _FORMATS}
         self.methods[_BF16] = self._turns(
-            dense.nbytes,
-            lambda: plain.prepare(LinearCall(1, edge, edge, "bf16"), dense.clone()),
+            dense.nbytes, lambda: plain.prepare(LinearCall(1, edge, edge, "bf16"), dense.clone())
         )
         self.methods[_HAND] = self._turns(four.nbytes, lambda: hand.prepare(call, four))
         slow = prepare(call, four, None, "generic")
-        self.methods[_GENERIC] = _Turns([slow], self._x)
+        self.methods[_GENERIC] = functools.partial(slow, self._x)
 
     def made(self, text: str) -> Callable[[], None]:
         """The program's product with these weights in a format."""
@@ -198,19 +168,10 @@ class _Layer:
         return self._turns(packed.nbytes, lambda: kernel.prepare(call, packed))
 
     def _turns(self, nbytes: int, make: Callable[[], Any]) -> Callable[[], None]:
+        from shoal.kernel.planes.bench import turning
+
         copies = max(2, math.ceil(self._cold / nbytes))
-        return _Turns([make() for _ in range(copies)], self._x)
-
-
-class _Turns:
-    """One product, each time with the next of the copies."""
-
-    def __init__(self, ready: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> None:
-        self._ready, self._x, self._next = ready, x, 0
-
-    def __call__(self) -> None:
-        self._ready[self._next](self._x)
-        self._next = (self._next + 1) % len(self._ready)
+        return turning([functools.partial(make(), self._x) for _ in range(copies)], 1)
 
 
 def _call(text: str, edge: int) -> LowbitLinearCall:

@@ -17,16 +17,17 @@ Source: Wang et al., TokenRing, 2024.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import JsonValue
+from annotated_types import Ge, Lt, MultipleOf
 
 from shoal.claims.catalogue import BaseClaim
+from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.thread_links import LinkComm, Links, run_linked
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part, table
 from shoal.cost.context.traffic import tokenring_traffic
 from shoal.ir.mask import Mask
@@ -139,34 +140,14 @@ class TokenRingClaim(BaseClaim):
         latency: of a link, as a share of the seconds that a rank's queries take.
     """
 
-    tokens: int = 64
-    heads: int = 8
-    head_dim: int = 128
-    latency: float = 1 / 256
+    tokens: Annotated[int, MultipleOf(2), Ge(2)] = 64
+    heads: Annotated[int, MultipleOf(8), Ge(8)] = 8
+    head_dim: Annotated[int, Ge(1)] = 128
+    latency: Annotated[float, Ge(0), Lt(math.inf)] = 1 / 256
 
     rows: ClassVar[tuple[int, ...]] = (91,)
 
-    def __post_init__(self) -> None:
-        where = "claim.tokenring"
-        tokens, heads, head_dim = self.tokens, self.heads, self.head_dim
-        require(
-            tokens >= 2 and tokens % 2 == 0,
-            f"{where}.tokens",
-            tokens,
-            expected="an even number of at least 2",
-        )
-        require(heads >= 8 and heads % 8 == 0, f"{where}.heads", heads, expected="a multiple of 8")
-        require(head_dim >= 1, f"{where}.head_dim", head_dim, expected="at least 1")
-        require(
-            0 <= self.latency < float("inf"),
-            f"{where}.latency",
-            self.latency,
-            expected="a share of a message's seconds, 0 or more",
-        )
-
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Read the clocks; the full run also tries other precisions, wirings and rank numbers."""
         whole = TokenRingSetting(
             tokens=self.tokens,
@@ -180,22 +161,21 @@ class TokenRingClaim(BaseClaim):
             "grouped_queries_speedup": replace(whole, kv_heads=self.heads // 8),
             "physical_ring_speedup": replace(whole, shape="ring"),
         }
-        ours = "zigzag" if as_baseline else "tokenring"
-        metrics: dict[str, PairedSamples] = {}
-        rows: dict[str, JsonValue] = {}
+        ours = run.pick("tokenring", "zigzag")
+        rows = run.details["steps"] = {}
         errors: list[float] = []
         for number, (name, setting) in enumerate(judged.items()):
-            context.progress(name.replace("_", " "), number / 8)
-            part_, ring = _pair(context, ours, setting)
-            metrics[name] = PairedSamples(method=(part_.step_s,), baseline=(ring.step_s,))
+            run.progress(name.replace("_", " "), number / 8)
+            part_, ring = _pair(run.context, ours, setting)
+            run.put(name, part_.step_s, ring.step_s)
             rows[name.removesuffix("_speedup")] = _row(part_, ring)
             errors += [abs(sent / _formula(setting) - 1) for sent in part_.sent]
-        metrics["byte_error"] = PairedSamples(method=tuple(errors))
-        if not quick and not as_baseline:
+        run.put("byte_error", errors)
+        run.bounds["step_speedup"] = 2.0
+        if not run.quick and not run.as_baseline:
             for number, (name, setting) in enumerate(_others(whole).items()):
-                context.progress(name, 3 / 8 + number / 16)
-                rows[name] = _row(*_pair(context, ours, setting))
-        return ClaimSamples(metrics=metrics, bounds={"step_speedup": 2.0}, details={"steps": rows})
+                run.progress(name, 3 / 8 + number / 16)
+                rows[name] = _row(*_pair(run.context, ours, setting))
 
 
 def _others(whole: TokenRingSetting) -> dict[str, TokenRingSetting]:
@@ -232,7 +212,7 @@ def _formula(setting: TokenRingSetting) -> float:
     return float(form.forward.num_bytes(itemsize) + form.backward.num_bytes(itemsize))
 
 
-def _row(ours: LayerPasses, ring: LayerPasses) -> dict[str, JsonValue]:
+def _row(ours: LayerPasses, ring: LayerPasses) -> dict[str, float]:
     return {
         "forward_speedup": ring.forward_s / ours.forward_s,
         "backward_speedup": ring.backward_s / ours.backward_s,

@@ -22,7 +22,8 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part, table
 
 __all__ = ["Topo3Claim"]
@@ -63,36 +64,35 @@ class Topo3Claim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (24,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.experiments.topo3_ranks import errors, node_bytes, uncounted
 
-        context.progress("bytes between nodes", 0.02)
+        run.progress("bytes between nodes", 0.02)
         count = self.microbatches
-        zero3 = context.remember("zero3", lambda: node_bytes("zero3", count))
-        zeropp = context.remember("zeropp", lambda: node_bytes(_ZEROPP, count))
-        exact = zero3 if as_baseline else node_bytes(_EXACT, count)
-        half = zeropp if as_baseline else node_bytes(_BF16, count)
-        context.progress("steps on Frontier", 0.1)
-        result = context.remember("simulated", self._simulated)
-        context.progress("steps beside one process", 0.15)
-        metrics = {
-            "of_zero3": PairedSamples(method=(exact,), baseline=(zero3,)),
-            "of_zeropp": PairedSamples(method=(half,), baseline=(zeropp,)),
-            "simulated": PairedSamples(
-                method=tuple(result["zeropp" if as_baseline else "topo3"]),
-                baseline=tuple(result["zeropp"]),
-            ),
-            "uncounted_memory": PairedSamples(method=uncounted(_BF16)),
-            "error": PairedSamples(method=errors(_SWITCHES[:1] if quick else _SWITCHES)),
-            "rounded": PairedSamples(method=_rounded(context.seed)),
-        }
-        details: dict[str, Any] = {"simulated_s": result}
-        if not as_baseline and not quick:
-            context.progress("bytes of other settings", 0.2)
-            details["node_bytes"] = {
+        zero3 = run.remember("zero3", lambda: node_bytes("zero3", count))
+        zeropp = run.remember("zeropp", lambda: node_bytes(_ZEROPP, count))
+        exact = zero3 if run.as_baseline else node_bytes(_EXACT, count)
+        half = zeropp if run.as_baseline else node_bytes(_BF16, count)
+        run.put("of_zero3", exact, zero3)
+        run.put("of_zeropp", half, zeropp)
+        run.progress("steps on Frontier", 0.1)
+        result = run.remember("simulated", self._simulated)
+        # A step cannot be shorter than what it computes.
+        most = zip(result["zeropp"], result["zeropp, computing"], strict=True)
+        bound = statistics.median(step / least for step, least in most)
+        run.put("simulated", result[run.pick("topo3", "zeropp")], result["zeropp"], bound=bound)
+        run.details["simulated_s"] = result
+        run.profile = ", ".join(f"{name} {min(of):.1f} s a step" for name, of in result.items())
+        run.progress("steps beside one process", 0.15)
+        run.put("uncounted_memory", uncounted(_BF16))
+        run.put("error", errors(_SWITCHES[: 1 if run.quick else None]))
+        run.put("rounded", _rounded(run.seed))
+        if run.quick:
+            return
+        if not run.as_baseline:
+            run.progress("bytes of other settings", 0.2)
+            run.details["node_bytes"] = {
                 "zero3": zero3,
                 "zeropp": zeropp,
                 "exact": exact,
@@ -103,21 +103,9 @@ class Topo3Claim(BaseClaim):
                 "bf16, one micro-batch": node_bytes(_BF16, 1),
                 "zeropp, one micro-batch": node_bytes(_ZEROPP, 1),
             }
-        # A step cannot be shorter than what it computes.
-        most = zip(result["zeropp"], result["zeropp, computing"], strict=True)
-        bounds = {"simulated": statistics.median(step / least for step, least in most)}
-        profile = ", ".join(
-            f"{name} {min(seconds):.1f} s a step" for name, seconds in result.items()
-        )
-        if quick:
-            return ClaimSamples(metrics=metrics, details=details, bounds=bounds, profile=profile)
-        losses = self._losses(context)
-        ours = losses["exact" if as_baseline else "quantised"]
-        metrics["loss_gap"] = PairedSamples(
-            method=tuple(a - b for a, b in zip(ours, losses["exact"], strict=True))
-        )
-        details["heldout_loss"] = losses
-        return ClaimSamples(metrics=metrics, details=details, bounds=bounds, profile=profile)
+        losses = run.details["heldout_loss"] = self._losses(run.context)
+        ours = losses[run.pick("quantised", "exact")]
+        run.put("loss_gap", (a - b for a, b in zip(ours, losses["exact"], strict=True)))
 
     def _losses(self, context: ExperimentContext) -> dict[str, list[float]]:
         """Held-out loss by kind and seed, nats a byte."""

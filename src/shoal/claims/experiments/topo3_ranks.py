@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shoal.claims.experiments.tiny import train_job
+from shoal.claims.frame import wire_bytes
+
 if TYPE_CHECKING:
     from shoal.claims.lab.thread_ranks import ThreadComm
     from shoal.ir import TrainJob
@@ -15,22 +18,15 @@ RANKS, _PER_NODE = 8, 4
 _COUNTED = ("parameters", "gradients")
 
 
-def _job(shard: Any, *, microbatches: int, **changes: Any) -> TrainJob:
-    from shoal.ir import TrainJob
-
-    return TrainJob.model_validate(
-        {
-            "model": "shoal-0.3m",
-            "seq_len": 16,
-            "global_batch": RANKS * microbatches,
-            "microbatch": 1,
-            "precision": "fp32",
-            "recompute": "full",
-            "parallel": {"dp": RANKS},
-            "shard": shard,
-            "grad_clip": 0.05,
-            **changes,
-        }
+def _job(shard: Any, *, microbatches: int) -> TrainJob:
+    return train_job(
+        seq_len=16,
+        global_batch=RANKS * microbatches,
+        microbatch=1,
+        recompute="full",
+        parallel={"dp": RANKS},
+        shard=shard,
+        grad_clip=0.05,
     )
 
 
@@ -46,23 +42,19 @@ def _stepped(shard: Any, microbatches: int, look: Any) -> list[Any]:
     import torch
 
     from shoal.claims.lab.same_as_one import SeededWeights, tokens
+    from shoal.claims.lab.session import RankSession
     from shoal.claims.lab.thread_ranks import run_ranks
-    from shoal.parallel.engine import ParallelEngine
-    from shoal.parallel.legal import check_split
-    from shoal.parallel.tensor.rows import ReplicaSequences
 
-    config = _config()
-    job = _job(shard, microbatches=microbatches)
-    schedule = check_split(job, config.shape())
+    config, job = _config(), _job(shard, microbatches=microbatches)
     weights = SeededWeights(config)
 
     def on(comm: ThreadComm) -> Any:
-        engine = ParallelEngine(job, schedule, weights, comm)
+        session = RankSession(comm, job, config, weights)
+        engine = session.engine
         adam = torch.optim.AdamW(list(engine.sharded.owned().values()))
         rows = tokens(job, config.vocab_size, 0, documents=False)
-        mine = slice(comm.rank * microbatches, (comm.rank + 1) * microbatches)
-        rows = ReplicaSequences(rows.inputs[mine], rows.targets[mine], None, mine.start, 0)
-        engine.backward(rows, 1, float(job.global_batch * job.seq_len))
+        own = session.rows(rows.inputs, rows.targets, 0)
+        engine.backward(own, 1, float(job.global_batch * job.seq_len))
         held = look(engine)
         engine.finish()
         adam.step()
@@ -74,12 +66,11 @@ def _stepped(shard: Any, microbatches: int, look: Any) -> list[Any]:
 
 def node_bytes(shard: Any, microbatches: int) -> float:
     """Bytes that a step of all ranks sends between the nodes, metered."""
-    total = 0.0
-    for _, totals in _stepped(shard, microbatches, lambda _: None):
-        for key, value in totals.items():
-            if "scope=node" in key and any(f"tag={tag}" in key for tag in _COUNTED):
-                total += value
-    return total
+    return sum(
+        wire_bytes(totals, "scope=node", f"tag={tag}")
+        for _, totals in _stepped(shard, microbatches, lambda _: None)
+        for tag in _COUNTED
+    )
 
 
 def uncounted(shard: Any) -> tuple[float, ...]:
@@ -96,11 +87,7 @@ def uncounted(shard: Any) -> tuple[float, ...]:
         numbers: dict[str, int] = engine.sharded.held_bytes()  # type: ignore[attr-defined]
         return numbers
 
-    formula = {
-        "weights": 2 * count / g0,
-        "gradients": 2 * count / g1,
-        "masters": 4 * count / RANKS,
-    }
+    formula = {"weights": 2 * count / g0, "gradients": 2 * count / g1, "masters": 4 * count / RANKS}
     results = []
     for held, _ in _stepped(shard, 2, look):
         results.append(float(sum(abs(held[name] - formula[name]) for name in formula)))
@@ -111,44 +98,27 @@ def errors(shards: tuple[Any, ...]) -> tuple[float, ...]:
     """Largest relative difference to one process after two steps, in float64."""
     from shoal.claims.lab.same_as_one import same_as_one
 
-    errors = []
-    for shard in shards:
-        one = same_as_one(_job(shard, microbatches=2), _config(), steps=2)
-        errors.append(max(one.loss, one.norm, one.gradient, one.parameter))
-    return tuple(errors)
+    jobs = (_job(shard, microbatches=2) for shard in shards)
+    return tuple(same_as_one(job, _config(), steps=2).largest for job in jobs)
 
 
 def learn(shard: Any, seed: int, steps: int, ranks: int) -> float:
     """Held-out loss in nats a byte of a small model that ``ranks`` threads have trained."""
-    from shoal.claims.experiments.arch_training import mini, text
+    from shoal.claims.experiments.arch_training import mini
+    from shoal.claims.experiments.co2_ranks import CO2Worker
     from shoal.claims.lab.thread_ranks import run_ranks
-    from shoal.ir import TrainJob
 
-    job = TrainJob.model_validate(
-        {
-            "model": "shoal-0.3m",
-            "seq_len": 64,
-            "global_batch": 8,
-            "microbatch": 1,
-            "precision": "fp32",
-            "parallel": {"dp": ranks},
-            "shard": shard,
-            "optimizer": {"name": "adamw", "lr": 3e-3},
-            "seed": seed,
-        }
+    job = train_job(
+        seq_len=64,
+        global_batch=8,
+        microbatch=1,
+        parallel={"dp": ranks},
+        shard=shard,
+        optimizer={"name": "adamw", "lr": 3e-3},
+        seed=seed,
     )
-    known = text()
 
     def on(comm: ThreadComm) -> float:
-        from shoal.claims.experiments.arch_training import heldout
-        from shoal.claims.experiments.co2_ranks import CO2Worker
-
-        worker = CO2Worker(comm, job, mini(64, 3), known.train, steps)
-        for _ in range(steps):
-            worker.step()
-        whole = worker.engine.whole
-        assert whole is not None
-        whole.eval()
-        return heldout(whole, known.heldout, worker.recipe)
+        return CO2Worker(comm, job, mini(64, 3), steps).learned()
 
     return run_ranks(ranks, on, ranks_per_node=ranks // 2, timeout_s=300.0)[0]

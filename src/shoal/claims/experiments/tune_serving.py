@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Gt, Lt
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -46,11 +46,7 @@ _CORES = (1, 2)
 _LIMIT_S = 20.0
 
 _SHOAL = serving_space(
-    {
-        "max_running": (2, 8, 16, 32),
-        "max_step_tokens": (32, 128, 512),
-        "block_size": (8, 32),
-    }
+    {"max_running": (2, 8, 16, 32), "max_step_tokens": (32, 128, 512), "block_size": (8, 32)}
 )
 _GENERATE = SearchSpace(
     axes=(
@@ -109,31 +105,28 @@ class TuneServing(BaseClaim):
             )
         return None
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        metrics = self._on_known(context.seed, as_baseline=as_baseline)
-        if quick:
-            return ClaimSamples(metrics=metrics)
-        lands = context.remember("landscapes", lambda: self._landscapes(context))
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        self._on_known(run)
+        if run.quick:
+            return
+        lands = run.remember("landscapes", lambda: self._landscapes(run.context))
         gains: list[float] = []
         most: list[float] = []
-        details: dict[str, JsonValue] = {}
         for engine in _SPACES:
             for model in self.models:
                 for home, away in (_CORES, _CORES[::-1]):
                     result = transfer_gain(lands[engine, model, home], lands[engine, model, away])
                     gains += result
                     most.append(_most(lands[engine, model, home], lands[engine, model, away]))
-                    details[f"{engine}, {model}: gain from {home} to {away} cores"] = [
+                    run.details[f"{engine}, {model}: gain from {home} to {away} cores"] = [
                         round(gain, 4) for gain in result
                     ]
         shares = []
         for (engine, model, cores), land in lands.items():
-            share = self._shares(land, context.seed, as_baseline=as_baseline)
+            share = self._shares(land, run.seed, as_baseline=run.as_baseline)
             shares += share
-            details[f"{engine}, {model}, {cores} cores"] = {
+            run.details[f"{engine}, {model}, {cores} cores"] = {
                 "best": dict(land.best),
                 "best_over_worst": round(land.ratio, 3),
                 "noise": round(land.noise[0], 4),
@@ -147,32 +140,21 @@ class TuneServing(BaseClaim):
                     for row, values in land.samples.items()
                 },
             }
-        metrics |= {
-            # Moved settings in the place of tuned ones: no gain at all.
-            "retuned_vs_moved": PairedSamples(
-                method=tuple(1.0 if as_baseline else 1 + gain for gain in gains)
-            ),
-            "significant_turns": PairedSamples(
-                method=(float(sum(len(land.turns()) for land in lands.values())),)
-            ),
-            "best_over_worst": PairedSamples(method=tuple(land.ratio for land in lands.values())),
-            "search_share": PairedSamples(method=tuple(shares)),
-        }
+        # Moved settings in the place of tuned ones: no gain at all.
+        retuned = (run.pick(1 + gain, 1.0) for gain in gains)
+        run.put("retuned_vs_moved", retuned, bound=float(np.mean(most)))
+        run.put("significant_turns", sum(len(land.turns()) for land in lands.values()))
+        run.put("best_over_worst", (land.ratio for land in lands.values()))
+        run.put("search_share", shares)
         spreads = [land.noise[0] for land in lands.values()]
-        profile = f"noise of one measurement {min(spreads):.1%} to {max(spreads):.1%}"
-        return ClaimSamples(
-            metrics=metrics,
-            bounds={"retuned_vs_moved": float(np.mean(most))},
-            profile=profile,
-            details=details,
-        )
+        run.profile = f"noise of one measurement {min(spreads):.1%} to {max(spreads):.1%}"
 
-    def _on_known(self, seed: int, *, as_baseline: bool) -> dict[str, PairedSamples]:
+    def _on_known(self, run: ClaimRun) -> None:
         """Searches of the known landscape, and its peaks as they are seen through noise."""
         top = max(map(_known, _KNOWN.configs()))
         shares, wrong = [], []
         for index in range(_SEARCHES):
-            draw = generator(seed, purpose="known landscape", index=index)
+            draw = generator(run.seed, purpose="known landscape", index=index)
 
             def objective(config: Config, draw: np.random.Generator = draw) -> TrialOutcome:
                 if float(config["max_running"]) * float(config["max_step_tokens"]) > 2**14:
@@ -183,14 +165,13 @@ class TuneServing(BaseClaim):
                 ]
                 return TrialOutcome(value=float(np.mean(seen)), samples=tuple(seen))
 
-            study = _tuner(as_baseline).tune(_KNOWN, objective, _KNOWN.size, seed=seed + index)
+            tuner = _tuner(run.as_baseline)
+            study = tuner.tune(_KNOWN, objective, _KNOWN.size, seed=run.seed + index)
             good = [_known(trial.config) >= 0.95 * top for trial in study.trials]
             shares.append((good.index(True) + 1) / _KNOWN.size)
-            wrong.append(float(Landscape.of(study).peaks() != _KNOWN_PEAKS))
-        return {
-            "known_search_share": PairedSamples(method=tuple(shares)),
-            "known_peaks_missed_or_false": PairedSamples(method=tuple(wrong)),
-        }
+            wrong.append(Landscape.of(study).peaks() != _KNOWN_PEAKS)
+        run.put("known_search_share", shares)
+        run.put("known_peaks_missed_or_false", wrong)
 
     def _shares(self, land: Landscape, seed: int, *, as_baseline: bool) -> list[float]:
         """Share of a measured landscape that a search looks at before it has 95 % of the best."""

@@ -27,15 +27,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import llama, train_job
+from shoal.claims.frame import ClaimRun
+from shoal.claims.ranks import on_ranks, slowest
 from shoal.core.parts import part
 from shoal.core.scratch import SHARED_MEMORY, scratch_directory
 
 if TYPE_CHECKING:
     from shoal.checkpoint.universal.spec import UniversalSpec
+    from shoal.ir import TrainJob
+    from shoal.model.config import ModelConfig
 
 __all__ = ["UniversalCheckpointClaim"]
 
@@ -67,121 +70,88 @@ class UniversalCheckpointClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (7,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
-        if quick:
-            context.progress("cutting and putting together", 0.1)
-            return ClaimSamples(
-                metrics={"wrong_elements": _cut_and_join(context.work_dir, as_baseline)}
-            )
-        context.progress("training in four layouts", 0.05)
-        truth, losses = context.remember("sources", lambda: self._sources(context))
-        context.progress("putting together", 0.3)
-        places, wrong = _consolidated(truth, as_baseline)
-        context.progress("resuming in every layout", 0.35)
-        resumed = self._resumed(context, places, as_baseline)
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
+        if run.quick:
+            run.progress("cutting and putting together", 0.1)
+            run.put("wrong_elements", _cut_and_join(run.work_dir, run.as_baseline))
+            return
+        run.progress("training in four layouts", 0.05)
+        truth, losses = run.remember("sources", lambda: self._sources(run.work_dir))
+        run.progress("putting together", 0.3)
+        places, wrong = _consolidated(truth, run.as_baseline)
+        run.put("wrong_elements", wrong.values())
+        run.progress("resuming in every layout", 0.35)
+        resumed = self._resumed(places, run.as_baseline)
         apart = {
             pair: max(abs(a - b) for a, b in zip(found, losses[pair.split(" -> ")[0]], strict=True))
             for pair, found in resumed.items()
         }
-        same = {pair: d for pair, d in apart.items() if len(set(pair.split(" -> "))) == 1}
-        context.progress("timing saves", 0.75)
-        seconds, memory, skipped = self._cost(context, as_baseline)
-        metrics = {
-            "wrong_elements": PairedSamples(method=tuple(float(n) for n in wrong.values())),
-            "loss_difference": PairedSamples(method=tuple(apart.values())),
-            "same_layout_difference": PairedSamples(method=tuple(same.values())),
-            "save_time": PairedSamples(
-                method=tuple(seconds["with"]), baseline=tuple(seconds["without"])
-            ),
-        }
-        if memory:
-            metrics["extract_memory"] = PairedSamples(
-                method=(memory["peak"],), baseline=(memory["largest"],)
-            )
-        details: dict[str, JsonValue] = {
-            "pairs": dict(apart),
-            "wrong": dict(wrong),
+        same = [d for pair, d in apart.items() if len(set(pair.split(" -> "))) == 1]
+        run.put("loss_difference", apart.values())
+        run.put("same_layout_difference", same)
+        run.details |= {
+            "pairs": apart,
+            "wrong": wrong,
             "losses": {name: [found[0], found[-1]] for name, found in losses.items()},
-            "memory": dict(memory),
         }
-        return ClaimSamples(metrics=metrics, details=details, skipped=skipped)
+        run.progress("timing saves", 0.75)
+        self._cost(run)
 
-    def _sources(self, context: ExperimentContext) -> tuple[Path, dict[str, list[float]]]:
-        from shoal.parallel.comm.processes import run_processes
-
-        root = context.work_dir / "sources"
+    def _sources(self, folder: Path) -> tuple[Path, dict[str, list[float]]]:
+        root = folder / "sources"
         root.mkdir()
-        given = {
-            "jobs": {name: _job(layout) for name, layout in _LAYOUTS.items()},
-            "config": _config(64, 4),
-            "root": str(root),
-            "steps": self.steps,
-            "after": self.after,
-        }
-        ranks = run_processes(f"{_RANKS}:sources", 4, given, timeout_s=400.0)
+        jobs = {name: _job(layout) for name, layout in _LAYOUTS.items()}
+        ranks = on_ranks(
+            f"{_RANKS}:sources", 4, timeout_s=400.0, jobs=jobs, config=_config(64, 4),
+            root=str(root), steps=self.steps, after=self.after,
+        )  # fmt: skip
         return root, ranks[0]
 
-    def _resumed(
-        self, context: ExperimentContext, places: dict[str, Path], as_baseline: bool
-    ) -> dict[str, list[float]]:
-        from shoal.parallel.comm.processes import run_processes
-
+    def _resumed(self, places: dict[str, Path], as_baseline: bool) -> dict[str, list[float]]:
         # What was put together wrongly shows in one pair.
         targets = {"dp4-zero1": _LAYOUTS["dp4-zero1"]} if as_baseline else _LAYOUTS
         chosen = {"dp2-tp2": places["dp2-tp2"]} if as_baseline else places
-        given: dict[str, Any] = {"config": _config(64, 4), "after": self.after}
         pairs = [
             (f"{name} -> {target}", str(place), _job(layout))
             for name, place in chosen.items()
             for target, layout in ({name: _LAYOUTS[name]} | targets).items()
         ]
-        result: dict[str, list[float]] = {}
-        ranks = run_processes(f"{_RANKS}:resume", 4, {**given, "pairs": pairs}, timeout_s=400.0)
-        result |= ranks[0]
         alone = [
             (f"{name} -> one process", str(place), _job({"parallel": {"dp": 1}}))
             for name, place in chosen.items()
         ]
-        result |= run_processes(f"{_RANKS}:resume", 1, {**given, "pairs": alone}, timeout_s=400.0)[
-            0
-        ]
+        result: dict[str, list[float]] = {}
+        for world, some in ((4, pairs), (1, alone)):
+            result |= on_ranks(
+                f"{_RANKS}:resume", world, timeout_s=400.0, pairs=some, config=_config(64, 4),
+                after=self.after,
+            )[0]  # fmt: skip
         return result
 
-    def _cost(
-        self, context: ExperimentContext, as_baseline: bool
-    ) -> tuple[dict[str, list[float]], dict[str, float], dict[str, str]]:
-        from shoal.parallel.comm.processes import run_processes
-
+    def _cost(self, run: ClaimRun) -> None:
+        """Seconds of saves, and memory of taking files apart."""
         with _scratch() as root:
-            given = {
-                "job": _job(_LAYOUTS["dp2-tp2"]),
-                "config": _config(self.large, 6),
-                "root": str(root / "saves"),
-                "rounds": min(self.rounds, 5) if as_baseline else self.rounds,
-                "gathered": as_baseline,
-            }
-            ranks = run_processes(f"{_RANKS}:time_saves", 4, given, timeout_s=400.0)
-            seconds = {
-                kind: [max(all_) for all_ in zip(*(rank[kind] for rank in ranks), strict=True)]
-                for kind in ("with", "without")
-            }
-            if not os.access("/proc/self/clear_refs", os.W_OK):
-                reason = "the peak of a process cannot be set back on this system"
-                return seconds, {}, {"extract_memory": reason}
-            context.progress("memory of taking files apart", 0.95)
-            memory: dict[str, float] = run_processes(
-                f"{_RANKS}:extract_memory",
-                1,
-                {
-                    "place": str(root / "saves"),
-                    "folder": str(root / "fragments"),
-                    "at_once": as_baseline,
-                },
-            )[0]
-        return seconds, memory, {}
+            ranks = on_ranks(
+                f"{_RANKS}:time_saves", 4, timeout_s=400.0, job=_job(_LAYOUTS["dp2-tp2"]),
+                config=_config(self.large, 6), root=str(root / "saves"),
+                rounds=min(self.rounds, 5) if run.as_baseline else self.rounds,
+                gathered=run.as_baseline,
+            )  # fmt: skip
+            run.put("save_time", slowest(ranks, "with"), slowest(ranks, "without"))
+            memory: dict[str, float] = {}
+            if os.access("/proc/self/clear_refs", os.W_OK):
+                run.progress("memory of taking files apart", 0.95)
+                memory = on_ranks(
+                    f"{_RANKS}:extract_memory", 1, place=str(root / "saves"),
+                    folder=str(root / "fragments"), at_once=run.as_baseline,
+                )[0]  # fmt: skip
+                run.put("extract_memory", memory["peak"], memory["largest"])
+            else:
+                run.skip(
+                    "the peak of a process cannot be set back on this system", "extract_memory"
+                )
+            run.details["memory"] = memory
 
 
 @contextmanager
@@ -192,33 +162,20 @@ def _scratch() -> Iterator[Path]:
         yield folder
 
 
-def _config(width: int, layers: int) -> dict[str, Any]:
+def _config(width: int, layers: int) -> ModelConfig:
     """Grouped queries, 257 tokens, a tied embedding: nothing divides as it would like to."""
-    return {
-        "family": "llama",
-        "vocab_size": 257,
-        "hidden": width,
-        "num_layers": layers,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": width // 4,
-        "ffn_hidden": width * 5 // 2,
-        "max_position": 128,
-        "tied": True,
-    }
+    return llama(width, layers, 4, kv_heads=2, vocab=257, ffn=width * 5 // 2, length=128, tied=True)
 
 
-def _job(layout: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "model": "shoal-0.3m",
-        "steps": 1000,
-        "seq_len": 64,
-        "global_batch": 8,
-        "microbatch": 2,
-        "precision": "fp32",
-        "optimizer": {"name": "adamw", "lr": 1e-3},
+def _job(layout: dict[str, Any]) -> TrainJob:
+    return train_job(
+        steps=1000,
+        seq_len=64,
+        global_batch=8,
+        microbatch=2,
+        optimizer={"name": "adamw", "lr": 1e-3},
         **layout,
-    }
+    )
 
 
 def _naive(spec: UniversalSpec) -> UniversalSpec:
@@ -258,7 +215,7 @@ def _consolidated(root: Path, as_baseline: bool) -> tuple[dict[str, Path], dict[
     return places, wrong
 
 
-def _cut_and_join(folder: Path, as_baseline: bool) -> PairedSamples:
+def _cut_and_join(folder: Path, as_baseline: bool) -> list[int]:
     """Whole states, written for several meshes and put together again: elements that differ."""
     import torch
 
@@ -270,11 +227,10 @@ def _cut_and_join(folder: Path, as_baseline: bool) -> PairedSamples:
     from shoal.checkpoint.universal.convert import consolidate
     from shoal.checkpoint.universal.protocols import RankLayout
     from shoal.core.random import generator
-    from shoal.model.config import ModelConfig
     from shoal.parallel.tensor.slices import whole_shapes
 
     kind = "naive" if as_baseline else "universal"
-    config = ModelConfig.model_validate(_config(64, 2))
+    config = _config(64, 2)
     source = generator(0, purpose="claim universal_checkpoint")
     state = {}
     for name, shape in whole_shapes(config).items():
@@ -294,4 +250,4 @@ def _cut_and_join(folder: Path, as_baseline: bool) -> PairedSamples:
             consolidate(dumps, spec=_naive(spec) if as_baseline else spec)
         )
         wrong.append(sum(int((checkpoint.tensor(k) != v).sum()) for k, v in state.items()))
-    return PairedSamples(method=tuple(map(float, wrong)))
+    return wrong

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sysconfig
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,21 +19,19 @@ from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.atomic import UniversalCheckpoint
 from shoal.checkpoint.universal.extract import extract
 from shoal.checkpoint.universal.protocols import Fragment
+from shoal.claims.experiments.arch_training import windows
 from shoal.claims.lab.same_as_one import assemble
-from shoal.core.parts import table
+from shoal.claims.lab.session import RankSession
+from shoal.claims.ranks import in_turn
 from shoal.core.random import generator
-from shoal.ir import TrainJob
-from shoal.parallel.engine import ParallelEngine
-from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.parallel.tensor.slices import whole_shapes
 from shoal.train.build import FreshWeights
 from shoal.train.state import fill
 
 if TYPE_CHECKING:
+    from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
-    from shoal.train.protocols import Updater
 
 __all__ = ["RankTraining", "extract_memory", "resume", "sources", "time_saves"]
 
@@ -62,36 +60,22 @@ class RankTraining:
     """
 
     def __init__(self, comm: Comm, job: TrainJob, config: ModelConfig, text: np.ndarray) -> None:
-        self.comm = comm
-        self.job = job
-        self.config = config
-        self.text = text
-        schedule = check_split(job, config.shape())
-        self.engine = ParallelEngine(job, schedule, FreshWeights(config, job.seed), comm)
-        optimizer = table("optimizer").build(job.optimizer)
-        self.updater: Updater = optimizer.build(self.engine.sharded.owned())
+        self.comm, self.config, self.text = comm, config, text
+        self.session = RankSession(comm, job, config, FreshWeights(config, job.seed))
+        self.engine, self.updater = self.session.engine, self.session.updater
 
     def steps(self, first: int, last: int) -> list[float]:
         """Train steps ``first`` to ``last``; the mean loss of each."""
         return [self._step(step) for step in range(first, last)]
 
     def _step(self, step: int) -> float:
-        job, engine = self.job, self.engine
+        job = self.session.job
         source = generator(job.seed, purpose="claim universal_checkpoint", step=step)
         starts = source.integers(0, len(self.text) - job.seq_len - 1, job.global_batch)
-        ids = torch.from_numpy(np.stack([self.text[s : s + job.seq_len + 1] for s in starts]))
-        share = job.global_batch // engine.replicas
-        mine = ids[engine.replica * share : (engine.replica + 1) * share]
-        rows = ReplicaSequences(mine[:, :-1], mine[:, 1:], None, engine.replica * share, step)
-        count = job.global_batch * job.seq_len
-        loss = engine.backward(rows, job.microbatch or share, count)
-        engine.finish()
-        norm = engine.grad_norm()
-        engine.sharded.scale_gradients((1.0 / (norm + 1e-6)).clamp(max=1.0))
-        self.updater.step(1.0)
-        engine.sharded.publish()
+        both = windows(self.text, starts, job.seq_len)
+        loss = self.session.step(self.session.rows(*both, step))
         self.comm.all_reduce(loss, tag="loss").wait()
-        return float(loss) / count
+        return float(loss) / (job.global_batch * job.seq_len)
 
     def truth(self) -> dict[str, Tensor]:
         """Every weight and moment, gathered: what a universal checkpoint has to hold."""
@@ -117,8 +101,8 @@ class RankTraining:
 def sources(
     comm: Comm,
     *,
-    jobs: Mapping[str, Mapping[str, Any]],
-    config: Mapping[str, Any],
+    jobs: Mapping[str, TrainJob],
+    config: ModelConfig,
     root: str,
     steps: int,
     after: int,
@@ -138,12 +122,10 @@ def sources(
     """
     from safetensors.torch import save_file
 
-    from shoal.model.config import ModelConfig
-
-    model, text = ModelConfig.model_validate(config), corpus()
+    text = corpus()
     sources = {}
     for name, job in jobs.items():
-        run = RankTraining(comm, TrainJob.model_validate(job), model, text)
+        run = RankTraining(comm, job, config, text)
         run.steps(0, steps)
         run.dump(Path(root) / name, steps)
         truth = run.truth()
@@ -154,11 +136,7 @@ def sources(
 
 
 def resume(
-    comm: Comm,
-    *,
-    pairs: Sequence[tuple[str, str, Mapping[str, Any]]],
-    config: Mapping[str, Any],
-    after: int,
+    comm: Comm, *, pairs: Sequence[tuple[str, str, TrainJob]], config: ModelConfig, after: int
 ) -> dict[str, list[float]]:
     """Go on from universal checkpoints in other layouts.
 
@@ -171,12 +149,10 @@ def resume(
     Returns:
         name -> losses.
     """
-    from shoal.model.config import ModelConfig
-
-    model, text = ModelConfig.model_validate(config), corpus()
+    text = corpus()
     result = {}
     for name, place, job in pairs:
-        run = RankTraining(comm, TrainJob.model_validate(job), model, text)
+        run = RankTraining(comm, job, config, text)
         saved = UniversalCheckpoint(Path(place))
         fill(run.engine, run.updater, saved)
         result[name] = run.steps(saved.step, saved.step + after)
@@ -184,13 +160,7 @@ def resume(
 
 
 def time_saves(
-    comm: Comm,
-    *,
-    job: Mapping[str, Any],
-    config: Mapping[str, Any],
-    root: str,
-    rounds: int,
-    gathered: bool,
+    comm: Comm, *, job: TrainJob, config: ModelConfig, root: str, rounds: int, gathered: bool
 ) -> dict[str, list[float]]:
     """Seconds of saves with and without what conversion needs, in turns; this rank's.
 
@@ -204,10 +174,7 @@ def time_saves(
     """
     from safetensors.torch import save_file
 
-    from shoal.model.config import ModelConfig
-
-    model = ModelConfig.model_validate(config)
-    run = RankTraining(comm, TrainJob.model_validate(job), model, corpus())
+    run = RankTraining(comm, job, config, corpus())
     run.steps(0, 1)
     folder = Path(root)
 
@@ -221,15 +188,9 @@ def time_saves(
             return
         run.dump(folder, 1, tables=tables)
 
-    times: dict[str, list[float]] = {"with": [], "without": []}
-    for turn in range(rounds + 1):
-        for kind in ("with", "without")[:: -1 if turn % 2 else 1]:
-            comm.barrier()
-            begin = time.perf_counter()
-            save(kind == "with")
-            comm.barrier()
-            if turn:  # the first of each kind makes files that the others replace
-                times[kind].append(time.perf_counter() - begin)
+    # The first of each kind, not timed, makes files that the others replace.
+    arms = {"with": functools.partial(save, True), "without": functools.partial(save, False)}
+    times = in_turn(comm, arms, rounds)
     run.dump(folder, 1)
     return times
 

@@ -19,19 +19,19 @@ Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.pipeline_ranks import peak_memory, profile, time_steps
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.experiments.tiny import llama, train_job
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
 from shoal.ir import TrainJob
-from shoal.ir.schedule import Event, Op, OpCosts
+from shoal.ir.schedule import Event, OpCosts
 from shoal.parallel.legal import check_split, schedule_of
 from shoal.plan.partition import partition, stages_for, uniform_stages
 from shoal.train.allocator import keep_freed_memory
@@ -63,40 +63,31 @@ class VocabParallel(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (113,)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
+    def collect(self, run: ClaimRun) -> None:
         """Count parameters and micro-batches; the full run also times, for about 3 min."""
-        context.progress("parameters and micro-batches in flight", 0.0)
-        vocab = "none" if as_baseline else "pp"
-        shares = [parameter_share(size, vocab) for size in _VOCABULARIES]
-        schedule = "gpipe" if as_baseline else "1f1b"
-        metrics = {"parameter_imbalance": PairedSamples(method=tuple(shares))}
-        for barriers, name in ((1, "in_flight_one_barrier"), (2, "in_flight_two_barriers")):
-            most = in_flight(schedule, barriers)
-            metrics[name] = PairedSamples(method=tuple(float(number) for number in most))
-        if quick:
-            return ClaimSamples(metrics=metrics)
+        run.progress("parameters and micro-batches in flight", 0.0)
+        vocab = run.pick("pp", "none")
+        run.put("parameter_imbalance", (parameter_share(size, vocab) for size in _VOCABULARIES))
+        schedule = run.pick("1f1b", "gpipe")
+        run.put("in_flight_one_barrier", in_flight(schedule, 1))
+        run.put("in_flight_two_barriers", in_flight(schedule, 2))
+        if run.quick:
+            return
         keep_freed_memory()  # as the ranks of a training run do
-        details: dict[str, JsonValue] = {}
-        metrics |= self._simulated(context, details, as_baseline)
-        context.progress("passes by size of the vocabulary", 0.3)
-        metrics["busy_imbalance"] = self._busy(context, details, vocab)
-        context.progress("steps of two processes", 0.5)
-        processes = self._processes(context, metrics, details, as_baseline)
-        bound = _bound(details["passes_s"])
-        return ClaimSamples(metrics=metrics, profile=processes, details=details, bounds=bound)
+        self._simulated(run)
+        run.progress("passes by size of the vocabulary", 0.3)
+        self._busy(run, vocab)
+        run.progress("steps of two processes", 0.5)
+        self._processes(run)
 
-    def _simulated(
-        self, context: ExperimentContext, details: dict[str, JsonValue], as_baseline: bool
-    ) -> dict[str, PairedSamples]:
+    def _simulated(self, run: ClaimRun) -> None:
         """Simulated steps with measured passes, round by round."""
         from shoal.claims.lab.measure_passes import measure_link
 
-        context.progress("passes of every rank", 0.1)
-        naive, split = self._passes(context, _VOCABULARIES[0])
+        run.progress("passes of every rank", 0.1)
+        naive, split = self._passes(run, _VOCABULARIES[0])
         nbytes = int(naive.rounds[0].boundary_bytes)
-        link = context.remember("link", lambda: measure_link(nbytes))
+        link = run.remember("link", lambda: measure_link(nbytes))
         # The last stage's rank sends its output to all others, one message after the other.
         meet = (_RANKS - 1) * link.seconds(0, 1, nbytes)
         whole, parts = schedule_of(_job(_MICROBATCHES)), schedule_of(_job(_MICROBATCHES, "pp"))
@@ -107,75 +98,60 @@ class VocabParallel(BaseClaim):
             uneven.append(simulate(whole, recut(before, cells, best=True), link).makespan)
             costs = after.model_copy(update={"barrier_s": meet})
             method.append(simulate(parts, costs, link).makespan)
-        details["passes_s"] = {
-            name: {kind: list(seconds) for kind, seconds in costs.seconds.items()}
-            for name, costs in (
-                ("1f1b", recut(naive.median, cells, best=False)),
-                ("1f1b, best cut", recut(naive.median, cells, best=True)),
-                ("vocabulary split", split.median),
-            )
+        passes = run.details["passes_s"] = {
+            "1f1b": recut(naive.median, cells, best=False).seconds,
+            "1f1b, best cut": recut(naive.median, cells, best=True).seconds,
+            "vocabulary split": split.median.seconds,
         }
-        stage, last = (
-            sum(recut(naive.median, cells, best=False).of(Op(k, at, 0)) for k in "FB")
-            for at in (0, _RANKS - 1)
-        )
-        details["output_in_stages"] = last / stage - 1
-        details["message_s"] = link.seconds(0, 1, nbytes)
-        result = {}
-        for name, baseline in (("simulated_speedup", plain), ("redistributed_speedup", uneven)):
-            samples = baseline if as_baseline else method
-            result[name] = PairedSamples(method=tuple(samples), baseline=tuple(baseline))
-        return result
+        stage, last = (sum(passes["1f1b"][kind][at] for kind in "FB") for at in (0, _RANKS - 1))
+        run.details["output_in_stages"] = last / stage - 1
+        run.details["message_s"] = link.seconds(0, 1, nbytes)
+        # If all ranks did the split passes evenly and never waited; the pipeline still fills and
+        # empties.
+        work = sum(sum(seconds) for seconds in passes["vocabulary split"].values())
+        shared = (_MICROBATCHES + _RANKS - 1) * work / _RANKS
+        for name, baseline, cut in (
+            ("simulated_speedup", plain, "1f1b"),
+            ("redistributed_speedup", uneven, "1f1b, best cut"),
+        ):
+            bound = simulate(whole, OpCosts(seconds=passes[cut])).makespan / shared
+            run.put(name, run.pick(method, baseline), baseline, bound=bound)
 
-    def _passes(self, context: ExperimentContext, vocab_size: int) -> list[MeasuredPasses]:
+    def _passes(self, run: ClaimRun, vocab_size: int) -> list[MeasuredPasses]:
         """Measured passes without and with a split vocabulary."""
         from shoal.claims.lab.measure_passes import measure_passes
 
         config = _model(vocab_size, _RANKS * _BLOCKS)
         # Four micro-batches are timed; sixteen are simulated.
         jobs = [_job(4), _job(4, "pp")]
-        return context.remember(
-            f"passes {vocab_size}",
-            lambda: measure_passes(jobs, config, rounds=self.rounds),
+        return run.remember(
+            f"passes {vocab_size}", lambda: measure_passes(jobs, config, rounds=self.rounds)
         )
 
-    def _busy(
-        self, context: ExperimentContext, details: dict[str, JsonValue], vocab: str
-    ) -> PairedSamples:
+    def _busy(self, run: ClaimRun, vocab: str) -> None:
         """Busy seconds of the busiest rank over the mean, by size of the vocabulary."""
         results = []
         for size in _VOCABULARIES:
-            costs = self._passes(context, size)[vocab == "pp"].median
+            costs = self._passes(run, size)[vocab == "pp"].median
             if vocab == "none":
                 costs = recut(costs, _cells(size), best=False)
             busy = simulate(schedule_of(_job(_MICROBATCHES, vocab)), costs).busy
-            details[f"busy_s {size}"] = list(busy)
+            run.details[f"busy_s {size}"] = busy
             results.append(max(busy) / float(np.mean(busy)))
-        return PairedSamples(method=tuple(results))
+        run.put("busy_imbalance", results)
 
-    def _processes(
-        self,
-        context: ExperimentContext,
-        metrics: dict[str, PairedSamples],
-        details: dict[str, JsonValue],
-        as_baseline: bool,
-    ) -> str:
+    def _processes(self, run: ClaimRun) -> None:
         """Steps and peak memory of two processes."""
         config = _model(_VOCABULARIES[0], 6)
-        jobs = [_job(_MICROBATCHES, vocab, pp=2) for vocab in ("none", "pp")]
-        if as_baseline:
-            jobs[1] = jobs[0]
-        result = time_steps(jobs, config, pairs=self.pairs, seed=context.seed)
+        jobs = [_job(_MICROBATCHES, vocab, pp=2) for vocab in ("none", run.pick("pp", "none"))]
+        result = time_steps(jobs, config, pairs=self.pairs, seed=run.seed)
         baseline, method = result.seconds
-        metrics["two_process_speedup"] = PairedSamples(method=method, baseline=baseline)
-        context.progress("peak memory", 0.9)
+        run.put("two_process_speedup", method, baseline)
+        run.progress("peak memory", 0.9)
         peaks = [[peak_memory(job, config) for job in jobs] for _ in range(3)]
-        details["peak_bytes"] = [[list(peak) for peak in pair] for pair in peaks]
-        worst = [[float(max(peak)) for peak in pair] for pair in peaks]
-        metrics["peak_memory"] = PairedSamples(
-            method=tuple(after for _, after in worst), baseline=tuple(before for before, _ in worst)
-        )
-        return "\n".join(
+        run.details["peak_bytes"] = peaks
+        run.put("peak_memory", (max(after) for _, after in peaks), (max(b) for b, _ in peaks))
+        run.profile = "\n".join(
             profile(events, title=f"vocabulary: {job.parallel.vocab}")
             for job, events in zip(jobs, result.events, strict=True)
         )
@@ -213,39 +189,8 @@ def _cells(vocab_size: int) -> tuple[range, ...]:
     return stages_for(shape, _RANKS, vocab_split="none")
 
 
-def _bound(passes: Any) -> dict[str, float]:
-    """Speedups over the baselines if all ranks did the split passes evenly and never waited.
-
-    The pipeline still fills and empties.
-    """
-    split = passes["vocabulary split"]
-    work = sum(sum(seconds) for seconds in split.values())
-    shared = (_MICROBATCHES + _RANKS - 1) * work / _RANKS
-    result = {}
-    for metric, name in (
-        ("simulated_speedup", "1f1b"),
-        ("redistributed_speedup", "1f1b, best cut"),
-    ):
-        seconds = {kind: tuple(passes[name][kind]) for kind in "FB"}
-        step = simulate(schedule_of(_job(_MICROBATCHES)), OpCosts(seconds=seconds)).makespan
-        result[metric] = step / shared
-    return result
-
-
 def _model(vocab_size: int, num_layers: int) -> ModelConfig:
-    from shoal.model.config import ModelConfig
-
-    return ModelConfig(
-        family="llama",
-        vocab_size=vocab_size,
-        hidden=_HIDDEN,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=_HIDDEN // 4,
-        ffn_hidden=3 * _HIDDEN,
-        max_position=_LENGTH,
-    )
+    return llama(_HIDDEN, num_layers, 4, vocab=vocab_size, length=_LENGTH)
 
 
 def _job(
@@ -257,21 +202,9 @@ def _job(
     barriers: int = 1,
     seq_len: int = _LENGTH,
 ) -> TrainJob:
-    return TrainJob.model_validate(
-        {
-            "model": "shoal-0.3m",
-            "seq_len": seq_len,
-            "global_batch": microbatches,
-            "microbatch": 1,
-            "precision": "fp32",
-            "steps": 1,
-            "parallel": {
-                "pp": pp,
-                "vocab": vocab,
-                "vocab_barriers": barriers,
-                "schedule": schedule,
-            },
-        }
+    split = {"pp": pp, "vocab": vocab, "vocab_barriers": barriers, "schedule": schedule}
+    return train_job(
+        seq_len=seq_len, global_batch=microbatches, microbatch=1, steps=1, parallel=split
     )
 
 
@@ -296,11 +229,7 @@ def parameter_share(vocab_size: int, vocab: str) -> float:
     for rank in range(_RANKS):
         comms = ranks_of(SingleRankComm(rank, _RANKS), job.parallel)
         local = LocalModel(
-            config,
-            {rank: layers[rank]},
-            num_stages=_RANKS,
-            parallel=job.parallel,
-            ranks=comms,
+            config, {rank: layers[rank]}, num_stages=_RANKS, parallel=job.parallel, ranks=comms
         )
         size = sum(p.numel() for p in local.parameters())
         if schedule.vocab_barriers:
@@ -318,20 +247,17 @@ def in_flight(schedule: str, barriers: int) -> list[int]:
         schedule: the schedule to which the vocabulary's passes are added.
         barriers: meetings of the ranks in a micro-batch.
     """
-    from shoal.claims.lab.measure_passes import PlaceholderWeights, batch
+    from shoal.claims.lab.measure_passes import batch
+    from shoal.claims.lab.session import RankSession
     from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
-    from shoal.parallel.engine import ParallelEngine
 
     config = _model(256, _RANKS)
     job = _job(_MICROBATCHES, "pp", schedule=schedule, barriers=barriers, seq_len=8)
-    plan = check_split(job, config.shape())
 
     def step(comm: ThreadComm) -> int:
-        engine = ParallelEngine(job, plan, PlaceholderWeights(config), comm)
-        rows = batch(job, config.vocab_size)
-        engine.backward(rows, 1, rows.targets.numel(), record=True)
-        engine.finish()
-        return _most(engine.runtime.events or [])
+        session = RankSession(comm, job, config)
+        session.passes(batch(job, config.vocab_size), record=True)
+        return _most(session.engine.runtime.events or [])
 
     return run_ranks(_RANKS, step)
 

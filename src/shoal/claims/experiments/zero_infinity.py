@@ -12,14 +12,14 @@ clock.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, MultipleOf
-from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.kernel.threads import torch_threads
@@ -54,32 +54,25 @@ class ZeroInfinityClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (64,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
-    def run(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
-    ) -> ClaimSamples:
-        """See :class:`~shoal.claims.protocols.Experiment`."""
+    def collect(self, run: ClaimRun) -> None:
+        """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         with torch_threads(1):
-            metrics, details = self._sizes(context, quick=quick, as_baseline=as_baseline)
-            if quick:
-                return ClaimSamples(metrics=metrics, details=details)
-            context.progress("fetches of two ranks", 0.5)
-            metrics["fetch"] = self._fetches(context, as_baseline=as_baseline)
-            context.progress("overlap", 0.7)
-            metrics["overlap"], profile = self._overlap(context, as_baseline=as_baseline)
-        bounds = {"fetch": 2.0, "overlap": 2.0}
-        return ClaimSamples(metrics=metrics, bounds=bounds, profile=profile, details=details)
+            self._sizes(run)
+            if run.quick:
+                return
+            run.progress("fetches of two ranks", 0.5)
+            self._fetches(run)
+            run.progress("overlap", 0.7)
+            self._overlap(run)
+        run.bounds |= {"fetch": 2.0, "overlap": 2.0}
 
-    def _sizes(
-        self, context: ExperimentContext, *, quick: bool, as_baseline: bool
-    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
+    def _sizes(self, run: ClaimRun) -> None:
         """The largest models that train three steps, and their peaks beside the predicted."""
-        import torch
-
         from shoal.claims.experiments import zero_infinity_runs as runs
 
-        share = 8 if quick else 1
+        share = 8 if run.quick else 1
         budgets = runs.Budgets(self.device_mib * _MIB // share, self.host_mib * _MIB // share)
-        seed = context.seed
+        seed, place = run.seed, run.work_dir
 
         def largest_plain() -> runs.OffloadRunResult:
             best: runs.OffloadRunResult | None = None
@@ -94,11 +87,11 @@ class ZeroInfinityClaim(BaseClaim):
         def largest_streamed() -> runs.OffloadRunResult:
             widest = int(self.widest / math.sqrt(share)) // 128 * 128
             for width in range(widest, 0, -128):
-                context.progress(f"{width} wide", 0.2)
+                run.progress(f"{width} wide", 0.2)
                 made = runs.streamed(
                     runs.model_of(width),
                     budgets,
-                    context.work_dir,
+                    place,
                     steps=3,
                     seed=seed,
                     prefetch_numel=10**5,
@@ -109,33 +102,31 @@ class ZeroInfinityClaim(BaseClaim):
                     return made
             raise AssertionError("no width fits")
 
-        context.progress("plain training", 0.05)
-        plain = context.remember(f"plain {share}", largest_plain)
-        best = plain if as_baseline else largest_streamed()
-        metrics = {
-            "parameters": PairedSamples(method=(best.parameters,), baseline=(plain.parameters,)),
-            "state_over_device": PairedSamples(method=(16.0 * best.parameters / budgets.device,)),
-        }
+        run.progress("plain training", 0.05)
+        plain = run.remember(f"plain {share}", largest_plain)
+        best = plain if run.as_baseline else largest_streamed()
+        run.put("parameters", best.parameters, plain.parameters)
+        run.put("state_over_device", 16.0 * best.parameters / budgets.device)
         small = runs.model_of(128)
         steps = 20
         one = runs.plain(small, 2**30, steps=steps, seed=seed, keep=True)
         two = runs.streamed(
-            small, runs.Budgets(2**24, 2**26), context.work_dir, steps=steps, seed=seed, keep=True
+            small, runs.Budgets(2**24, 2**26), place, steps=steps, seed=seed, keep=True
         )
         assert one is not None
         assert two is not None
         differ = sum(int((two.values[n] != value).sum()) for n, value in one.values.items())
-        metrics["differing_bits"] = PairedSamples(method=(float(differ),))
+        run.put("differing_bits", differ)
         errors, over, peaks = [], [], []
         # Widths and lengths such that each of the formula's moments is the largest once.
         source = generator(seed, purpose="zero infinity peaks")
-        chosen = ((256, 512), (128, 256)) if quick else ((128, 256), (256, 128), (256, 512))
+        chosen = ((256, 512), (128, 256)) if run.quick else ((128, 256), (256, 128), (256, 512))
         for width, tokens in chosen:
             ahead = int(source.integers(0, 2)) * 10**7
             made = runs.streamed(
                 runs.model_of(width),
                 runs.Budgets(2**27, 2**27),
-                context.work_dir,
+                place,
                 steps=2,
                 seed=seed,
                 tokens=tokens,
@@ -143,43 +134,39 @@ class ZeroInfinityClaim(BaseClaim):
             )
             assert made is not None
             result = made.peaks
-            if as_baseline:
+            if run.as_baseline:
                 whole = runs.plain(runs.model_of(width), 2**30, steps=2, seed=seed)
                 assert whole is not None
                 result = {**result, **whole.peaks}
             for tier, predicted in made.predicted.items():
                 errors.append(abs(result[tier] / predicted - 1))
                 over.append(result[tier] / predicted)
-            peaks.append({"width": width, "tokens": tokens, **result})
-        metrics["peak_error"] = PairedSamples(method=tuple(errors))
-        metrics["peak_over_estimate"] = PairedSamples(method=tuple(over))
-        torch.set_num_threads(1)
-        details: dict[str, JsonValue] = {
+            peaks.append({"width": float(width), "tokens": float(tokens), **result})
+        run.put("peak_error", errors)
+        run.put("peak_over_estimate", over)
+        run.details |= {
             "parameters": best.parameters,
             "plain_parameters": plain.parameters,
-            "peaks": dict(best.peaks),
-            "predicted_runs": [{key: float(n) for key, n in peak.items()} for peak in peaks],
+            "peaks": best.peaks,
+            "predicted_runs": peaks,
         }
-        return metrics, details
 
-    def _fetches(self, context: ExperimentContext, *, as_baseline: bool) -> PairedSamples:
+    def _fetches(self, run: ClaimRun) -> None:
         """Seconds until parameters are there: both ranks read a part, or one reads all."""
         from shoal.claims.experiments import zero_infinity_runs as runs
 
         def measured(*, owner: bool) -> tuple[float, ...]:
             return runs.fetch_seconds(
                 runs.model_of(self.width),
-                context.work_dir,
+                run.work_dir,
                 owner=owner,
                 bytes_per_s=self.disk_rate,
                 rounds=self.pairs,
             )
 
-        return PairedSamples(method=measured(owner=as_baseline), baseline=measured(owner=True))
+        run.put("fetch", measured(owner=run.as_baseline), measured(owner=True))
 
-    def _overlap(
-        self, context: ExperimentContext, *, as_baseline: bool
-    ) -> tuple[PairedSamples, str]:
+    def _overlap(self, run: ClaimRun) -> None:
         """Seconds of steps, fetched ahead or not, where computing takes as long as reading."""
         from shoal.claims.experiments import zero_infinity_runs as runs
         from shoal.memory.tiers.mover import EmulatedLink
@@ -190,9 +177,9 @@ class ZeroInfinityClaim(BaseClaim):
             made = runs.streamed(
                 config,
                 runs.Budgets(2**29, 2**29),
-                context.work_dir,
+                run.work_dir,
                 steps=steps,
-                seed=context.seed,
+                seed=run.seed,
                 prefetch_numel=ahead,
                 optim_on_host=True,
                 tokens=tokens,
@@ -204,16 +191,15 @@ class ZeroInfinityClaim(BaseClaim):
         free = step(_AHEAD, {}, 4)
         twice = 2 * 4.0 * free.parameters
         rate = twice / min(free.seconds[1:])
-        result: dict[str, list[float]] = {"method": [], "baseline": []}
-        for turn in range(self.pairs):
-            order = ("method", "baseline") if turn % 2 else ("baseline", "method")
-            for name in order:
-                ahead = 0 if as_baseline or name == "baseline" else _AHEAD
-                made = step(ahead, {"read": EmulatedLink(rate)}, 3)
-                result[name].append(made.seconds[-1])
-        profile = (
+
+        def last_s(ahead: int) -> float:
+            return step(ahead, {"read": EmulatedLink(rate)}, 3).seconds[-1]
+
+        aheads = run.arms({"method": _AHEAD, "baseline": 0})
+        arms = {name: functools.partial(last_s, ahead) for name, ahead in aheads.items()}
+        result = run.turns(arms, self.pairs)
+        run.put("overlap", result["method"], result["baseline"])
+        run.profile = (
             f"a step takes {min(free.seconds[1:]):.3f} s without waiting; the disk reads "
             f"{rate / 1e6:.0f} MB/s"
         )
-        paired = PairedSamples(method=tuple(result["method"]), baseline=tuple(result["baseline"]))
-        return paired, profile

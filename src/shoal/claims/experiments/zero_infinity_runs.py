@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shoal.claims.experiments.fuyou_runs import wide_lm
 from shoal.claims.lab.measure_passes import PlaceholderWeights
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import TierFullError
@@ -67,18 +68,7 @@ class OffloadRunResult:
 
 def model_of(hidden: int) -> ModelConfig:
     """A byte-level decoder of four layers, four times as wide inside."""
-    return ModelConfig(
-        name=f"lm-{hidden}",
-        family="llama",
-        vocab_size=VOCAB,
-        hidden=hidden,
-        num_layers=LAYERS,
-        num_heads=hidden // 64,
-        num_kv_heads=hidden // 64,
-        head_dim=64,
-        ffn_hidden=hidden * 8 // 3 // 64 * 64,
-        max_position=512,
-    )
+    return wide_lm(hidden, LAYERS, 512)
 
 
 def _batch(seed: int, step: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -117,10 +107,6 @@ def plain(
         return None
     values = {n: p.detach() for n, p in model.named_parameters()} if keep else {}
     return OffloadRunResult(_count(config), values, {"device": tier.stats.peak}, {})
-
-
-def _job(tokens: int) -> TrainJob:
-    return TrainJob(seq_len=tokens, global_batch=1, microbatch=1, precision="fp32", steps=1)
 
 
 def streamed(
@@ -166,8 +152,9 @@ def streamed(
         peaks = {tier: float(peak) for tier, peak in made.tiers.peaks().items()}
         return OffloadRunResult(_count(config), values, peaks, fields, tuple(seconds))
 
+    job = TrainJob(seq_len=tokens, global_batch=1, microbatch=1, precision="fp32", steps=1)
     result = needs(
-        Work(shape=config.shape(), job=_job(tokens)),
+        Work(shape=config.shape(), job=job),
         param="disk",
         optim="host" if optim_on_host else "disk",
         act="device",

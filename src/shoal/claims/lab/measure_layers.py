@@ -52,7 +52,7 @@ _IN_A_ROW = 2097152  # bytes
 def measure_layers(
     comm: Comm,
     *,
-    config: Mapping[str, Any],
+    config: ModelConfig,
     seq_len: int,
     sizes: Sequence[int],
     tps: Sequence[int] = (1,),
@@ -75,17 +75,14 @@ def measure_layers(
         of bytes that a rank sends, s; ``compute_slowdown`` and ``communication_slowdown`` while
         both are under way; ``per_parameter_s``.
     """
-    from shoal.model.config import ModelConfig
-
-    model = ModelConfig.model_validate(config)
     passes: dict[str, list[list[float]]] = {}
     for tp in tps:
-        stages = _stages(model, tp)
+        stages = _stages(config, tp)
         for count in sizes:
             result = {}
             for name, stage in stages.items():
                 comm.barrier()
-                result[name] = _time(stage, model, count, seq_len, repeats)
+                result[name] = _time(stage, config, count, seq_len, repeats)
             block = tuple(seconds / _BLOCKS for seconds in result["middle"])
             _row(passes, f"block/{tp}", count, seq_len, block)
             for end in ("embed", "head"):
@@ -94,13 +91,13 @@ def measure_layers(
                 )
                 _row(passes, f"{end}/{tp}", count, seq_len, rest)
     links = _links(comm, repeats)
-    slow = _slowdowns(comm, _stages(model, 1)["middle"], model, max(sizes), seq_len, repeats)
+    slow = _slowdowns(comm, _stages(config, 1)["middle"], config, max(sizes), seq_len, repeats)
     return {
         "passes": passes,
         "links": links,
         "compute_slowdown": slow[0],
         "communication_slowdown": slow[1],
-        "per_parameter_s": _update(model, optimizer, repeats),
+        "per_parameter_s": _update(config, optimizer, repeats),
     }
 
 

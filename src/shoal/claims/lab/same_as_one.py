@@ -130,9 +130,14 @@ class Comparison:
     tolerance: float
 
     @property
+    def largest(self) -> float:
+        """The largest of all differences."""
+        return max(self.loss, self.norm, self.gradient, self.parameter)
+
+    @property
     def same(self) -> bool:
         """Nothing differs by more than the tolerance."""
-        return max(self.loss, self.norm, self.gradient, self.parameter) <= self.tolerance
+        return self.largest <= self.tolerance
 
     def __str__(self) -> str:
         return (

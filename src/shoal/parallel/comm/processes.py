@@ -2,9 +2,9 @@
 
 The ranks meet through a file, talk over Gloo, and run one function each, which is named, not
 pickled: ``module:function`` or ``file.py:function``, called as ``function(comm, **arguments)``.
-Arguments and results are plain JSON. With one thread a rank, times of different runs can be
-compared. This is what claims and tests use; a training run has its own supervisor, in
-:mod:`shoal.train.supervise`.
+Arguments are plain JSON and values (jobs, models, machines), results are plain JSON. With one
+thread a rank, times of different runs can be compared. This is what claims and tests use; a
+training run has its own supervisor, in :mod:`shoal.train.supervise`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.core import children, errors
+from shoal.core.config import Value
 from shoal.core.errors import ConfigError, RankError, rebuild, require
 from shoal.core.files import write_json
 from shoal.core.janitor import leave
@@ -37,6 +38,8 @@ __all__ = ["ProcessStarter", "run_processes"]
 _POLL_S = 0.02
 # What a rank is given to report its error once a peer has failed.
 _GRACE_S = 2.0
+# Key of a value's class in a rank's arguments.
+_VALUE = "value of"
 
 
 class ProcessStarter(Protocol):
@@ -84,7 +87,7 @@ def run_processes(
             ``function(comm, **arguments)`` with a
             :class:`~shoal.parallel.comm.collectives.TorchComm`.
         world: number of ranks.
-        arguments: keyword arguments, plain JSON; the same for all ranks.
+        arguments: keyword arguments, plain JSON and values; the same for all ranks.
         threads: threads of each rank.
         timeout_s: seconds after which the ranks must have ended; infinite for ranks that serve.
         collective_s: seconds after which a collective fails; ``timeout_s`` if not given.
@@ -119,10 +122,10 @@ def run_processes(
                 "path": sys.path,
             }
             try:
-                write_json(ranks.folder / "task.json", given)
+                (ranks.folder / "task.json").write_text(json.dumps(given, default=_dumped))
             except TypeError as cause:
                 raise ConfigError(
-                    f"processes.arguments = {arguments!r}: expected plain JSON; {cause}"
+                    f"processes.arguments = {arguments!r}: expected plain JSON and values; {cause}"
                 ) from cause
             for rank in range(world):
                 ranks.start(rank, threads, start or _start_here)
@@ -318,10 +321,31 @@ def _function(target: str) -> Callable[..., Any]:
     return value
 
 
+def _dumped(value: Any) -> Any:
+    """A value as JSON, with its class."""
+    if not isinstance(value, Value):
+        raise TypeError(f"{type(value).__name__} is neither")
+    cls = type(value)
+    return {_VALUE: [cls.__module__, cls.__qualname__], "fields": value.model_dump(mode="json")}
+
+
+def _values(raw: Any) -> Any:
+    """What :func:`_dumped` has written, as it was."""
+    if isinstance(raw, list):
+        return [_values(one) for one in raw]
+    if not isinstance(raw, dict):
+        return raw
+    if _VALUE not in raw:
+        return {key: _values(one) for key, one in raw.items()}
+    module, name = raw[_VALUE]
+    return getattr(importlib.import_module(module), name).model_validate(raw["fields"])
+
+
 def _call(folder: Path, rank: int) -> Any:
     """Join the ranks, call the function, leave."""
     task = json.loads((folder / "task.json").read_text())
     sys.path[:] = task["path"]
+    arguments = _values(task["arguments"])
     function = _function(task["target"])
 
     import torch
@@ -341,7 +365,7 @@ def _call(folder: Path, rank: int) -> Any:
             shared_memory=task["shared_memory"],
             ranks_per_node=task["ranks_per_node"],
         )
-        result = function(comm, **task["arguments"])
+        result = function(comm, **arguments)
         # A rank that leaves early would take the messages with it that others still wait for.
         comm.barrier()
         comm.close()
