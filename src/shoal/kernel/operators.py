@@ -18,6 +18,9 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     operator: as long as importing the rest of PyTorch takes.
     """
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
