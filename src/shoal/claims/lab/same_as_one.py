@@ -297,7 +297,7 @@ def assemble(
     sizes = [math.prod(shape) for shape in shapes.values()]
     totals, helds = torch.zeros(sum(sizes), dtype=dtype), torch.zeros(sum(sizes), dtype=dtype)
     for (name, shape), total, held in zip(
-        shapes.items(), totals.split(sizes), helds.split(sizes), strict=True
+        shapes.items(), totals.split_with_sizes(sizes), helds.split_with_sizes(sizes), strict=True
     ):
         for box in boxes.get(name, []):
             place = tuple(
@@ -309,16 +309,16 @@ def assemble(
     # All tensors in one call: a collective costs more than adding so few numbers.
     comm.all_reduce(totals, tag="check").wait()
     comm.all_reduce(helds, tag="check").wait()
-    for name, held in zip(shapes, helds.split(sizes), strict=True):
+    for name, held in zip(shapes, helds.split_with_sizes(sizes), strict=True):
         if not bool((held > 0).all()):
             raise AssertionError(f"{name}: some elements are held by no rank")
     wholes = totals / helds
-    differences = ((mine - wholes).abs() * here).split(sizes)
+    differences = ((mine - wholes).abs() * here).split_with_sizes(sizes)
     apart = torch.stack([one.max() for one in differences])
     comm.all_reduce(apart, tag="check", op="max").wait()
     result = {}
     for (name, shape), whole, most in zip(
-        shapes.items(), wholes.split(sizes), apart.tolist(), strict=True
+        shapes.items(), wholes.split_with_sizes(sizes), apart.tolist(), strict=True
     ):
         if most > 1e-12 * max(1.0, float(whole.abs().max())) * _scale(dtype):
             raise AssertionError(f"{name}: ranks that hold the same elements differ by {most}")
