@@ -2,7 +2,8 @@
 
 The command line is put together once a process, not once a call: no call changes it. While tests
 are collected nothing becomes garbage, and what is there then lasts as long as the process: the
-search for cycles, which would go through all of it again and again, begins after it.
+search for cycles, which would go through all of it again and again, begins after it. Then it
+comes every 20,000 objects: at Python's 700 it took a fifteenth of the time of all tests.
 """
 
 from __future__ import annotations
@@ -36,4 +37,5 @@ sys.path.insert(0, str(Path(__file__).with_name("oracles")))
 def pytest_collection_finish() -> None:
     """Begin to search for cycles, in what comes from now on."""
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
     gc.enable()

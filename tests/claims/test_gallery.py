@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -59,7 +60,7 @@ class Page(HTMLParser):
     def all(self, tag: str) -> list[dict[str, Any]]:
         return [attributes for name, attributes in self.elements if name == tag]
 
-    @property
+    @functools.cached_property
     def words(self) -> str:
         return " ".join(" ".join(self.text).split())
 

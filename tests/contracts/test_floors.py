@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,7 @@ from . import graph
 ROOT = Path(__file__).parents[2]
 
 
+@functools.cache
 def settings() -> dict[str, object]:
     settings: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
         "importlinter"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import re
@@ -18,7 +19,7 @@ FRONT = tuple(
 )
 PAGES = (*FRONT, *sorted(DOCS.rglob("*.md")))
 
-_FENCE = re.compile(r"^(\s*)```(\w*)([^\n]*)\n(.*?)^\1```\s*$", re.M | re.S)
+_FENCE = re.compile(r"^([ \t]*)```(\w*)([^\n]*)\n(.*?)^\1```\s*$", re.M | re.S)
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
 
 
@@ -50,6 +51,7 @@ def blocks(page: Path) -> Iterator[Block]:
         )
 
 
+@functools.cache
 def prose(page: Path) -> str:
     """A page without its blocks and comments."""
     return _COMMENT.sub("", _FENCE.sub("", page.read_text(encoding="utf-8")))

@@ -28,8 +28,9 @@ def _slug(heading: str) -> str:
     return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", plain.lower()).strip())
 
 
-def _anchors(page: Path) -> set[str]:
-    return {anchor or _slug(title) for title, anchor in HEADING.findall(prose(page))}
+@functools.cache
+def _anchors(page: Path) -> frozenset[str]:
+    return frozenset(anchor or _slug(title) for title, anchor in HEADING.findall(prose(page)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -62,6 +62,12 @@ def trained(place: Path, parallel: dict[str, int], **changes: Any) -> dict[str, 
     return run_ranks(wanted.parallel.world, on)[0]
 
 
+@pytest.fixture(scope="module")
+def plain_of() -> dict[str, dict[str, torch.Tensor]]:
+    """Split -> the same training without tiers, once for all of them."""
+    return {}
+
+
 @pytest.mark.parametrize(
     ("offload", "parallel"),
     [
@@ -80,9 +86,16 @@ def trained(place: Path, parallel: dict[str, int], **changes: Any) -> dict[str, 
     ],
     ids=lambda one: "-".join(map(str, one.values())) or "whole",
 )
-def test_fp64_is_fp64(offload: dict[str, Any], parallel: dict[str, int], tmp_path: Path) -> None:
+def test_fp64_is_fp64(
+    offload: dict[str, Any],
+    parallel: dict[str, int],
+    tmp_path: Path,
+    plain_of: dict[str, dict[str, torch.Tensor]],
+) -> None:
     torch.set_num_threads(1)
-    plain = trained(tmp_path / "plain", parallel)
+    if str(parallel) not in plain_of:
+        plain_of[str(parallel)] = trained(tmp_path / "plain", parallel)
+    plain = plain_of[str(parallel)]
     result = trained(tmp_path / "tiers", parallel, offload=offload)
     assert result.keys() == plain.keys()
     for name, value in plain.items():

@@ -37,9 +37,17 @@ def tree(path: Path) -> ast.Module:
 
 @functools.cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Every node of a parsed file, breadth first as :func:`ast.walk` gives them."""
+    """Every node of a parsed file but contexts, breadth first as :func:`ast.walk` gives them."""
     with _no_collections():
-        return tuple(ast.walk(tree(path)))
+        found: list[ast.AST] = [tree(path)]
+        for node in found:
+            for name in node._fields:
+                value = getattr(node, name, None)
+                if isinstance(value, list):
+                    found += [item for item in value if isinstance(item, ast.AST)]
+                elif isinstance(value, ast.AST) and name != "ctx":
+                    found.append(value)
+        return tuple(found)
 
 
 @contextlib.contextmanager

@@ -13,10 +13,17 @@ from shoal.core.errors import DataError
 
 
 def add(comm: Any, *, start: float, extra: dict[str, float]) -> dict[str, Any]:
-    """Sum over the ranks, and what a rank sees of its surroundings."""
+    """Sum over the ranks, and what a rank sees of its surroundings once the ranks have met."""
     x = torch.tensor([start + comm.rank, extra["more"]])
     comm.all_reduce(x, tag="test").wait()
-    return {"sum": x.tolist(), "rank": comm.rank, "threads": torch.get_num_threads()}
+    connections = psutil.Process().net_connections("inet")
+    comm.barrier()
+    return {
+        "sum": x.tolist(),
+        "rank": comm.rank,
+        "threads": torch.get_num_threads(),
+        "listens": sorted({c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}),
+    }
 
 
 def go_wrong(comm: Any, *, how: str) -> None:
@@ -45,11 +52,3 @@ def sums(comm: Any, *, told: str) -> None:
         x.fill_(1.0)
         if comm.rank == 0:
             Path(told).touch()
-
-
-def listening(comm: Any) -> list[str]:
-    """Addresses at which this process listens, once the ranks have met."""
-    comm.barrier()
-    net_connections = psutil.Process().net_connections("inet")
-    comm.barrier()
-    return sorted({one.laddr.ip for one in net_connections if one.status == psutil.CONN_LISTEN})

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,21 +16,32 @@ RANKS = str(Path(__file__).with_name("ranks_processes.py"))
 pytestmark = pytest.mark.multi
 
 
-def test_every_rank_gives_its_result() -> None:
-    processes = run_processes(f"{RANKS}:add", 2, {"start": 1.0, "extra": {"more": 2.5}})
-    assert processes == [{"sum": [3.0, 5.0], "rank": rank, "threads": 1} for rank in range(2)]
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """What two ranks gave that were started once for all who look at it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        ranks: list[dict[str, Any]] = run_processes(
+            f"{RANKS}:add", 2, {"start": 1.0, "extra": {"more": 2.5}}
+        )
+    return ranks
+
+
+def test_every_rank_gives_its_result(results: list[dict[str, Any]]) -> None:
+    assert [(one["rank"], one["sum"], one["threads"]) for one in results] == [
+        (rank, [3.0, 5.0], 1) for rank in range(2)
+    ]
+
+
+def test_ranks_listen_on_this_machine_alone(results: list[dict[str, Any]]) -> None:
+    listens = [one["listens"] for one in results]
+    assert any(listens), "no rank listens at all: nothing was tested"
+    assert {address for rank in listens for address in rank} <= {"127.0.0.1", "::1"}
 
 
 def test_an_error_names_its_rank_and_keeps_its_class() -> None:
     with pytest.raises(DataError, match=r"rank 1 of 2, in .*: tokens = 9: expected 0 to 7"):
         run_processes(f"{RANKS}:go_wrong", 2, {"how": "shoal"})
-
-
-def test_ranks_listen_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    processes = run_processes(f"{RANKS}:listening", 2, {})
-    assert any(processes), "no rank listens at all: nothing was tested"
-    assert {address for rank in processes for address in rank} <= {"127.0.0.1", "::1"}
 
 
 @pytest.mark.slow

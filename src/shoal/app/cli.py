@@ -6,6 +6,7 @@ quick, and so is a plan. A user's error is one line and status 2.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
@@ -45,21 +46,27 @@ VERBS = {
 """Verb -> the function or the group of :mod:`shoal.app.commands` that it calls."""
 
 
+@functools.cache
+def _command(verb: str) -> Any:
+    """The command of a verb; a process that calls it again has it."""
+    value = load_object(f"shoal.app.commands.{VERBS[verb]}")
+    if not isinstance(value, typer.Typer):
+        single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        single.command(verb)(value)
+        return typer.main.get_command(single)
+    return typer.main.get_group_from_info(
+        TyperInfo(value, name=verb),
+        pretty_exceptions_short=True,
+        suggest_commands=True,
+        rich_markup_mode="markdown",
+    )
+
+
 class _Commands(Mapping[str, Any]):
     """Verb -> its command, made when it is asked for."""
 
     def __getitem__(self, verb: str) -> Any:
-        value = load_object(f"shoal.app.commands.{VERBS[verb]}")
-        if not isinstance(value, typer.Typer):
-            single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-            single.command(verb)(value)
-            return typer.main.get_command(single)
-        return typer.main.get_group_from_info(
-            TyperInfo(value, name=verb),
-            pretty_exceptions_short=True,
-            suggest_commands=True,
-            rich_markup_mode="markdown",
-        )
+        return _command(verb)
 
     def __iter__(self) -> Iterator[str]:
         return iter(VERBS)

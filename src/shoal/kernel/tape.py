@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.kernel.native import function, recorded_by
+from shoal.kernel.operators import OperatorMode
 
 __all__ = ["Tape", "record"]
 
@@ -70,14 +70,14 @@ class Tape:
         return bool(self._play(self._at, len(self._calls)) < 0)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(OperatorMode):
     """Sees what PyTorch is asked for, and gives tensors that stay where they are.
 
     What is not used any more serves the next of its size, as in every layer.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: list[_Call] = []
         self.kept: list[object] = []
         self.foreign: str | None = None

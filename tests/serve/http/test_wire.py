@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ServeError
 from shoal.ir.serving import Output, SamplingParams, TokenInfo
-from shoal.serve.engine.wire import (
-    MAX_FRAME_BYTES,
-    Decoder,
-    encode,
-    pack_output,
-    pack_params,
-    unpack_output,
-    unpack_params,
-)
+from shoal.serve.engine.frames import MAX_FRAME_BYTES, Decoder, encode
+from shoal.serve.engine.wire import pack_output, pack_params, unpack_output, unpack_params
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shoal.ir import Machine
 from shoal.kernel.native import function
+from shoal.kernel.operators import tensors_in
 from shoal.kernel.planes.engines import PlanesEngine, chosen
 from shoal.kernel.planes.layout import join, pack
 from shoal.kernel.planes.native import PlanesWeights, product, result, weights
@@ -95,19 +95,14 @@ class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Remember every new storage, so that none is counted twice."""
-        given = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in tree_leaves((args, kwargs))
-            if isinstance(tensor, Tensor)
-        }
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
         made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                at = storage.data_ptr()
-                if at not in given and at not in self._kept:
-                    self._kept[at] = storage
-                    self.nbytes += storage.nbytes()
+        for tensor in tensors_in(made):
+            storage = tensor.untyped_storage()
+            at = storage.data_ptr()
+            if at not in given and at not in self._kept:
+                self._kept[at] = storage
+                self.nbytes += storage.nbytes()
         return made
 
 

@@ -9,6 +9,7 @@ says it holds; what several ranks hold must agree, and every element must be hel
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
@@ -298,28 +299,35 @@ def assemble(
     Raises:
         AssertionError: some element is held by no rank, or two ranks disagree about one.
     """
-    result = {}
-    for name, shape in shapes.items():
-        total = torch.zeros(shape, dtype=dtype)
-        held = torch.zeros(shape, dtype=dtype)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    totals, helds = torch.zeros(sum(sizes), dtype=dtype), torch.zeros(sum(sizes), dtype=dtype)
+    for (name, shape), total, held in zip(
+        shapes.items(), totals.split_with_sizes(sizes), helds.split_with_sizes(sizes), strict=True
+    ):
         for box in boxes.get(name, []):
             place = tuple(
                 slice(o, o + s) for o, s in zip(box.offset, box.tensor.shape, strict=True)
             )
-            total[place] = box.tensor.detach().to(dtype)
-            held[place] = 1.0
-        mine = total.clone()
-        here = held.clone()
-        comm.all_reduce(total, tag="check").wait()
-        comm.all_reduce(held, tag="check").wait()
+            total.view(shape)[place] = box.tensor.detach().to(dtype)
+            held.view(shape)[place] = 1.0
+    mine, here = totals.clone(), helds.clone()
+    # All tensors in one call: a collective costs more than adding so few numbers.
+    comm.all_reduce(totals, tag="check").wait()
+    comm.all_reduce(helds, tag="check").wait()
+    for name, held in zip(shapes, helds.split_with_sizes(sizes), strict=True):
         if not bool((held > 0).all()):
             raise AssertionError(f"{name}: some elements are held by no rank")
-        whole = total / held
-        apart = ((mine - whole).abs() * here).max().reshape(1)
-        comm.all_reduce(apart, tag="check", op="max").wait()
-        if float(apart) > 1e-12 * max(1.0, float(whole.abs().max())) * _scale(dtype):
-            raise AssertionError(f"{name}: ranks that hold the same elements differ by {apart}")
-        result[name] = whole
+    wholes = totals / helds
+    differences = ((mine - wholes).abs() * here).split_with_sizes(sizes)
+    apart = torch.stack([one.max() for one in differences])
+    comm.all_reduce(apart, tag="check", op="max").wait()
+    result = {}
+    for (name, shape), whole, most in zip(
+        shapes.items(), wholes.split_with_sizes(sizes), apart.tolist(), strict=True
+    ):
+        if most > 1e-12 * max(1.0, float(whole.abs().max())) * _scale(dtype):
+            raise AssertionError(f"{name}: ranks that hold the same elements differ by {most}")
+        result[name] = whole.view(shape)
     return result
 
 

@@ -72,8 +72,9 @@ class ReferencePagedAttention(BaseKernel):
             out = torch.empty_like(q_NHd)
             if call.partial:
                 out = q_NHd.new_empty((*q_NHd.shape[:2], call.head_dim + 2), dtype=wide)
-            for row, seen in enumerate(lengths_N.tolist()):
-                request = row if requests_N is None else int(requests_N[row])
+            requests = range(len(lengths_N)) if requests_N is None else requests_N.tolist()
+            lengths, rows_of = lengths_N.tolist(), dict[int, list[int]]()
+            for row, (request, seen) in enumerate(zip(requests, lengths, strict=True)):
                 if not 0 <= request < len(blocks_BW):
                     raise KernelError(
                         f"paged_attention requests[{row}] = {request}: expected a row of blocks, "
@@ -84,29 +85,36 @@ class ReferencePagedAttention(BaseKernel):
                         f"paged_attention lengths[{row}] = {seen}: expected 1 to {room}, the "
                         f"tokens that {blocks_BW.shape[1]} blocks of {call.block_size} hold"
                     )
-                held = blocks_BW[request, : -(-seen // call.block_size)]
-                bad = ((held < 0) | (held >= num_blocks)).nonzero()
+                rows_of.setdefault(request, []).append(row)
+            for request, own in rows_of.items():
+                most = max(lengths[row] for row in own)
+                used = blocks_BW[request, : -(-most // call.block_size)]
+                bad = ((used < 0) | (used >= num_blocks)).nonzero()
                 if len(bad):
                     at = int(bad[0])
                     raise KernelError(
-                        f"paged_attention blocks[{request}, {at}] = {int(held[at])}: expected 0 "
+                        f"paged_attention blocks[{request}, {at}] = {int(used[at])}: expected 0 "
                         f"to {num_blocks - 1}, the blocks of the cache"
                     )
-                slots_S = places(blocks_BW[request], seen, call.block_size)
-                if tree_2N is not None:
-                    token_S = torch.arange(seen, device=slots_S.device)
-                    slots_S = slots_S[~beyond(tree_2N[:, row : row + 1], token_S)[0]]
-                k_SKd, v_SKd = (
+                slots_S = places(blocks_BW[request], most, call.block_size)
+                # Read once for all queries of a request: each sees the first of its tokens.
+                sides = [
                     form.decode(*(part[slots_S] for part in stored(side))).to(wide)
                     for side in (keys, values)
-                )
-                if call.partial:
-                    out[row] = attend_part(q_NHd[row : row + 1], k_SKd, v_SKd)[0]
-                    continue
-                q_KGd = q_NHd[row].to(wide).view(call.kv_heads, group, -1)
-                weights_KGS = torch.einsum("kgd,skd->kgs", q_KGd * scale, k_SKd).softmax(-1)
-                mixed_KGd = torch.einsum("kgs,skd->kgd", weights_KGS, v_SKd)
-                out[row] = mixed_KGd.reshape(call.heads, -1)
+                ]
+                for row in own:
+                    k_SKd, v_SKd = (side[: lengths[row]] for side in sides)
+                    if tree_2N is not None:
+                        token_S = torch.arange(lengths[row], device=slots_S.device)
+                        kept_S = ~beyond(tree_2N[:, row : row + 1], token_S)[0]
+                        k_SKd, v_SKd = k_SKd[kept_S], v_SKd[kept_S]
+                    if call.partial:
+                        out[row] = attend_part(q_NHd[row : row + 1], k_SKd, v_SKd)[0]
+                        continue
+                    q_KGd = q_NHd[row].to(wide).view(call.kv_heads, group, -1)
+                    weights_KGS = torch.einsum("kgd,skd->kgs", q_KGd * scale, k_SKd).softmax(-1)
+                    mixed_KGd = torch.einsum("kgs,skd->kgd", weights_KGS, v_SKd)
+                    out[row] = mixed_KGd.reshape(call.heads, -1)
             return out
 
         return run

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError
+from shoal.kernel.operators import OperatorMode, tensors_in
 from shoal.memory.activations.offloaded import TensorPlaceholder
 from shoal.memory.activations.protocol import in_backward
 from shoal.memory.streaming.chain import find_blocks
@@ -173,11 +173,11 @@ class _Pass:
         self.first, self.again = _First(self), _Again(self)
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counting(OperatorMode):
     """Numbers the operators of a unit that make something new."""
 
     def __init__(self, ran: _Pass) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.ran = ran
         self.number = 0
 
@@ -198,7 +198,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ...
 
 
-class _First(_Counting):  # type: ignore[no-untyped-call]
+class _First(_Counting):
     """The forward pass: sends away what is chosen, or writes down what there is."""
 
     def __init__(self, ran: _Pass) -> None:
@@ -213,7 +213,7 @@ class _First(_Counting):  # type: ignore[no-untyped-call]
             self._check_random(func, kwargs)
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in _tensors(value):
+                    for tensor in tensors_in(value):
                         number = self._made.get(tensor.untyped_storage()._cdata)
                         if number is not None:
                             self._known[number].movable = False
@@ -230,7 +230,7 @@ class _First(_Counting):  # type: ignore[no-untyped-call]
         if not self.ran.replay.measuring:
             result = func(*args, **kwargs)
         else:
-            device = next((t.device for t in _tensors((args, kwargs))), torch.device("cpu"))
+            device = next((t.device for t in tensors_in((args, kwargs))), torch.device("cpu"))
             begin = _now(device)
             result = func(*args, **kwargs)
             known[number].seconds.append(_now(device) - begin)
@@ -243,7 +243,7 @@ class _First(_Counting):  # type: ignore[no-untyped-call]
 
     def _recorded(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
         self._check_random(func, kwargs)
-        given = _tensors((args, kwargs))
+        given = list(tensors_in((args, kwargs)))
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         before = _generators(given) if seeded else []
         result = func(*args, **kwargs)
@@ -252,7 +252,7 @@ class _First(_Counting):  # type: ignore[no-untyped-call]
         # Attention that drops nothing is seeded too, and draws nothing.
         drew = seeded and before != _generators(given)
         nbytes, movable = 0, not drew
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             movable &= storage._cdata not in inputs
             self._made[storage._cdata] = number
@@ -271,7 +271,7 @@ class _First(_Counting):  # type: ignore[no-untyped-call]
             )
 
 
-class _Again(_Counting):  # type: ignore[no-untyped-call]
+class _Again(_Counting):
     """The backward pass has the unit run once more."""
 
     def __enter__(self) -> Any:
@@ -317,10 +317,6 @@ def _middle(operators: list[Operator]) -> float:
     """Median of what was measured; 0 for what was not."""
     taken = [seconds for one in operators for seconds in one.seconds]
     return statistics.median(taken) if taken else 0.0
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [item for item in tree_flatten(value)[0] if isinstance(item, Tensor)]
 
 
 def _generators(tensors: list[Tensor]) -> list[bytes]:

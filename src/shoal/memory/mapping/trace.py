@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
 from shoal.core.errors import PlanError
+from shoal.kernel.operators import tensors_in
 from shoal.plan.mapping.program import Buffer, BufferAccess, MappingProgram, ProgramInstruction
 
 __all__ = ["Speed", "TracedProgram", "trace"]
@@ -92,7 +93,7 @@ def trace(
         state = dict(zip(keys, values, strict=False))
         full = {key: state[unique[id(tensor)]] for key, tensor in named.items()}
         result = functional_call(_Called(model, call), _prefixed(full), tuple(values[len(keys) :]))
-        return list(_tensors(result))
+        return list(tensors_in(result))
 
     arguments = (*held.values(), *inputs)
     was = model.training
@@ -137,16 +138,6 @@ def _prefixed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"model.{key}": value for key, value in state.items()}
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
 def _bytes(value: Any) -> int:
     return max(1, value.numel() * value.element_size()) if isinstance(value, Tensor) else 0
 
@@ -179,7 +170,7 @@ def _program(graph: GraphModule, name: str, speed: Speed) -> tuple[MappingProgra
         elif is_view(node) or is_item(node):
             _alias(buffers, node)
         else:
-            made = list(_tensors(value))
+            made = list(tensors_in(value))
             writes = []
             for i, tensor in enumerate(made):
                 # One of several results; a node getitem is an alias of it.
@@ -249,8 +240,10 @@ def _seconds(node: Node, speed: Speed) -> float:
         words = torch.fx.map_arg(node.kwargs, shown)
         flops = flop_registry[packet](*arguments, **words, out_val=value)
         return float(flops) / speed.matmul_flops
-    read = sum(one.numel() for arg in node.all_input_nodes for one in _tensors(arg.meta.get("val")))
-    return max(read, sum(one.numel() for one in _tensors(value))) / speed.vector_flops
+    read = sum(
+        one.numel() for arg in node.all_input_nodes for one in tensors_in(arg.meta.get("val"))
+    )
+    return max(read, sum(one.numel() for one in tensors_in(value))) / speed.vector_flops
 
 
 def measured(traced: TracedProgram, *, repeats: int = 5) -> TracedProgram:

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from shoal.core.errors import DeviceMemoryError
 from shoal.core.sizes import human_bytes
+from shoal.kernel.operators import OperatorMode, tensors_in
 from shoal.memory.tiers.tier import BudgetedTier
 
 __all__ = ["DeviceScope"]
@@ -35,7 +34,7 @@ _SWAP = torch.ops.aten._has_compatible_shallow_copy_type.default
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
-class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DeviceScope(OperatorMode):
     """Counts what operators inside it allocate, against a tier's budget.
 
     Args:
@@ -48,7 +47,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, tier: BudgetedTier, *, strict: bool = True) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tier = tier
         self._strict = strict
         self._paused = 0
@@ -95,16 +94,15 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self._settle()
         if self._strict and func not in (_SWAP, _LIFT):
-            for value in tree_flatten((args, kwargs))[0]:
-                if isinstance(value, Tensor) and value.numel() > 1 and not self._here(value):
+            for value in (*tensors_in(args), *tensors_in(kwargs)):
+                if value.numel() > 1 and not self._here(value):
                     raise DeviceMemoryError(
                         f"{func}: a tensor {list(value.shape)} of {value.dtype} lies outside of "
                         f"{self.tier.name}; fetch it first"
                     )
         result = func(*args, **kwargs)
-        for value in tree_flatten(result)[0]:
-            if isinstance(value, Tensor):
-                self._count(value, str(func))
+        for value in tensors_in(result):
+            self._count(value, str(func))
         return result
 
     def _here(self, tensor: Tensor) -> bool:

@@ -21,8 +21,7 @@ from shoal.core import children
 from shoal.core.errors import RankError
 from shoal.core.scratch import scratch
 from shoal.serve.cluster.upstream import Tcp
-from shoal.serve.engine.launch import PRIVATE
-from shoal.serve.engine.wire import encode
+from shoal.serve.engine.frames import PRIVATE, encode
 
 if TYPE_CHECKING:
     from shoal.core.pool import Actor, Pool

@@ -22,7 +22,7 @@ from shoal.core.logs import log_to_stderr
 from shoal.ir.serve_job import ServeJob
 from shoal.serve.cluster.hosting import FAILED
 from shoal.serve.engine.client import ClientOptions
-from shoal.serve.engine.wire import Decoder
+from shoal.serve.engine.frames import Decoder
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.server import ServerOptions, serve_at
 

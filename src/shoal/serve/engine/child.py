@@ -11,8 +11,7 @@ from typing import Any
 
 from shoal.core import children
 from shoal.core.errors import ServeError
-from shoal.serve.engine.launch import PRIVATE
-from shoal.serve.engine.wire import Decoder, encode
+from shoal.serve.engine.frames import PRIVATE, Decoder, encode
 from shoal.serve.ranks.spinning import spin_briefly
 
 __all__ = ["Child", "readable"]

@@ -17,16 +17,13 @@ from typing import IO
 from shoal.core import children
 from shoal.core.errors import ServeError
 from shoal.ir.serve_job import ServeJob
+from shoal.serve.engine.frames import PRIVATE, encode
 from shoal.serve.engine.process import DEFAULT_FACTORY
-from shoal.serve.engine.wire import encode
 from shoal.serve.ranks.spinning import spin_briefly
 
-__all__ = ["PRIVATE", "EngineLog", "EngineProcess", "launch"]
+__all__ = ["EngineLog", "EngineProcess", "launch"]
 
 log = logging.getLogger("shoal.serve")
-
-PRIVATE = frozenset({"SHOAL_API_KEY"})
-"""Variables of the server that are not for its children."""
 
 _TAIL_LINES = 40
 _LINE_BYTES = 2**16

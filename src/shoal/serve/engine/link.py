@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shoal.core.errors import ServeError
+from shoal.serve.engine.frames import Decoder, encode
 from shoal.serve.engine.launch import EngineLog, EngineProcess
-from shoal.serve.engine.wire import Decoder, encode
 from shoal.serve.http.client_options import ClientOptions
 
 __all__ = ["EngineLink", "ModelInfo", "connect"]

@@ -32,7 +32,8 @@ from shoal.ir.serve_job import ServeJob
 from shoal.ir.serving import Output, Request
 from shoal.serve.decode.protocols import DecodePart
 from shoal.serve.engine.failure import failure
-from shoal.serve.engine.wire import Decoder, encode, pack_output, unpack_request
+from shoal.serve.engine.frames import Decoder, encode
+from shoal.serve.engine.wire import pack_output, unpack_request
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig

@@ -1,26 +1,15 @@
-"""Messages between the HTTP process and the engine's: length, then JSON.
-
-A frame is four bytes, the length of the rest in big-endian order, and a JSON object in
-UTF-8. Nothing that can execute is ever decoded, and a length beyond the cap ends the
-connection before anything is allocated.
-"""
+"""Requests and outputs as plain values, which frames carry between processes."""
 
 from __future__ import annotations
 
-import json
-import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from shoal.core.errors import ServeError
 from shoal.ir.serving import Output, Request, SamplingParams, TokenInfo
 
 __all__ = [
-    "MAX_FRAME_BYTES",
-    "Decoder",
-    "encode",
     "pack_output",
     "pack_params",
     "pack_request",
@@ -29,66 +18,7 @@ __all__ = [
     "unpack_request",
 ]
 
-# A prompt of a million tokens, or the outputs of a step of a thousand requests with
-# twenty log probabilities each, with room to spare.
-MAX_FRAME_BYTES = 16 * 2**20
-
-_LENGTH = struct.Struct(">I")
 _PARAMS = tuple(field.name for field in fields(SamplingParams))
-
-
-def encode(message: Mapping[str, Any]) -> bytes:
-    """A message as bytes.
-
-    Raises:
-        ServeError: it is larger than :data:`MAX_FRAME_BYTES`.
-    """
-    body = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode()
-    if len(body) > MAX_FRAME_BYTES:
-        raise ServeError(
-            f"message to the engine: {len(body)} B: expected at most {MAX_FRAME_BYTES} B; "
-            "send a shorter prompt"
-        )
-    return _LENGTH.pack(len(body)) + body
-
-
-class Decoder:
-    """Bytes as they come, messages as they are whole."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Take in bytes; yield the messages that they complete.
-
-        Raises:
-            ServeError: a frame is longer than the cap or no JSON object; the connection
-                cannot be used after that.
-        """
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME_BYTES:
-                raise ServeError(
-                    f"message of {length} B between server and engine: expected at most "
-                    f"{MAX_FRAME_BYTES} B; one of the two is not Shoal"
-                )
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[_LENGTH.size : end])
-            del self._buffer[:end]
-            try:
-                message = json.loads(body)
-            except (ValueError, RecursionError) as cause:
-                raise ServeError(
-                    f"message between server and engine is no JSON ({cause}); restart the server"
-                ) from cause
-            if not isinstance(message, dict):
-                raise ServeError(
-                    "message between server and engine is no JSON object; restart the server"
-                )
-            yield message
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:

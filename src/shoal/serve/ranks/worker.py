@@ -25,7 +25,7 @@ from shoal.core.parts import table
 from shoal.ir import Parallel, ServeJob, StepResult
 from shoal.kernel.tensors import name_of
 from shoal.parallel.comm.ranks import ranks_of
-from shoal.serve.engine.wire import Decoder, encode
+from shoal.serve.engine.frames import Decoder, encode
 from shoal.serve.ranks.boundary import RankBoundary
 from shoal.serve.ranks.commands import CommandQueue, CommandReader, pack_result
 

@@ -43,7 +43,7 @@ from shoal.ir import (
 from shoal.parallel.comm.processes import run_processes
 from shoal.plan.batching.schedulers.ahead import OpenScheduler
 from shoal.serve.engine.ahead import AheadEngine
-from shoal.serve.engine.wire import Decoder, encode
+from shoal.serve.engine.frames import Decoder, encode
 from shoal.serve.ranks.commands import CommandWriter, unpack_result
 
 if TYPE_CHECKING:

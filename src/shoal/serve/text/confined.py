@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.core import children
-from shoal.serve.engine.launch import PRIVATE
-from shoal.serve.engine.wire import Decoder, encode
+from shoal.serve.engine.frames import PRIVATE, Decoder, encode
 
 __all__ = ["ConfinedProcess", "answer_all"]
 

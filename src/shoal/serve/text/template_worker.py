@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.core.errors import ShoalError
-from shoal.serve.engine.wire import encode
+from shoal.serve.engine.frames import encode
 from shoal.serve.text.confined import answer_all
 from shoal.serve.text.template import PLAIN, ChatTemplate
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from shoal.kernel.operators import tensors_in
 
 __all__ = ["LiveBytes", "SavedBytes"]
 
@@ -41,11 +42,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation and count what it returns."""
-        for x in _tensors((args, kwargs)):
+        for x in tensors_in((args, kwargs)):
             # Unknown although no operator returned it: it was there before.
             self._known.setdefault(x.untyped_storage()._cdata, 0)
         out = func(*args, **(kwargs or {}))
-        for x in _tensors(out):
+        for x in tensors_in(out):
             storage = x.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in self._known:
@@ -84,7 +85,3 @@ class SavedBytes:
             self._known.add(storage._cdata)
             self.bytes += storage.nbytes()
         return x
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]

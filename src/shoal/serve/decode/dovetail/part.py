@@ -197,7 +197,7 @@ class DovetailDrafter:
         from shoal.core import children
         from shoal.memory.tiers.mover import EmulatedLink
         from shoal.serve.decode.dovetail.wire import HEAD_BYTES, SPIN_S, Channel, MessageKind
-        from shoal.serve.engine.launch import PRIVATE
+        from shoal.serve.engine.frames import PRIVATE
         from shoal.serve.ranks.spinning import spin_briefly
 
         self._nodes, self._bytes = nodes, nbytes

@@ -39,7 +39,7 @@ from shoal.parallel.comm.collectives import TorchComm
 from shoal.serve.decode.captured import TreeRows
 from shoal.serve.decode.draft.net import DraftNet
 from shoal.serve.decode.draft.ranked import part_of, ranked
-from shoal.serve.engine.launch import PRIVATE
+from shoal.serve.engine.frames import PRIVATE
 
 __all__ = ["DraftRanks", "RankedNet", "main"]
 
