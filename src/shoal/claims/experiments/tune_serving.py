@@ -141,8 +141,8 @@ class TuneServing(BaseClaim):
                 },
             }
         # Moved settings in the place of tuned ones: no gain at all.
-        retuned = (run.pick(1 + gain, 1.0) for gain in gains)
-        run.put("retuned_vs_moved", retuned, bound=float(np.mean(most)))
+        again = (run.pick(1 + gain, 1.0) for gain in gains)
+        run.put("retuned_vs_moved", again, bound=float(np.mean(most)))
         run.put("significant_turns", sum(len(land.turns()) for land in lands.values()))
         run.put("best_over_worst", (land.ratio for land in lands.values()))
         run.put("search_share", shares)
