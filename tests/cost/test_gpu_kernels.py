@@ -1,7 +1,7 @@
 import pytest
 
 from shoal.core.errors import MachineError
-from shoal.cost.gpu.device import Accelerator, GpuCalibration, generation_of, gpu_of
+from shoal.cost.gpu.device import Accelerator, GpuCalibration, gpu_of
 from shoal.cost.gpu.kernels import ALIGNED, FILL, GAP_S, UNHIDDEN, aligned, attention_s, gemm_s
 from shoal.cost.gpu.network import HOP, ring_s
 from shoal.cost.gpu.spec import SHOAL, EngineSpec, block_weights, latent_of

@@ -85,8 +85,8 @@ ALIASES = {
     "v5p": "tpu-v5p",
     "v6e": "tpu-v6e",
 }
-_MAKERS = frozenset(
-    "nvidia geforce tesla dgx hgx amd instinct google cloud aws intel habana apple".split()
+_MAKERS = re.compile(
+    r"\b(?:nvidia|geforce|tesla|dgx|hgx|amd|instinct|google|cloud|aws|intel|habana|apple)\b"
 )
 OWN = (
     "or describe your own in six lines of YAML (docs/tutorials/plan-a-cluster.md, section 5) and "
@@ -181,8 +181,7 @@ def _cluster(term: str, text: str) -> NodeGroup:
 
 def _plain(name: str) -> str:
     """Letters and digits of a name, without its maker's words."""
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    return "".join(word for word in words if word not in _MAKERS)
+    return re.sub(r"[^a-z0-9]+", "", _MAKERS.sub("", name.lower().replace("_", " ")))
 
 
 def canonical(name: str, known: Iterable[str], text: str) -> str:
