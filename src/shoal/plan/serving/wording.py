@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.cost.configs import notes as notes_of
 from shoal.cost.serving.simulator import Simulation
 from shoal.cost.step_cost.roofline import BYTES
 from shoal.ir import Arrival, Estimate, Machine, ModelShape, ServeJob
@@ -142,4 +143,5 @@ def job_notes(job: ServeJob, machine: Machine, shape: ModelShape) -> tuple[str, 
         )
     if shape.attention not in ("MHA", "GQA", "MQA"):
         results.append(f"{shape.attention} attention is counted as grouped-query attention")
+    results += notes_of(shape)
     return (*results, *decoding_notes(job, machine))
