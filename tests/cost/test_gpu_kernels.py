@@ -1,7 +1,7 @@
 import pytest
 
 from shoal.core.errors import MachineError
-from shoal.cost.gpu.device import Accelerator, GpuCalibration, generation_of, gpu_of
+from shoal.cost.gpu.device import Accelerator, GpuCalibration, gpu_of
 from shoal.cost.gpu.kernels import ALIGNED, FILL, GAP_S, UNHIDDEN, aligned, attention_s, gemm_s
 from shoal.cost.gpu.network import HOP, ring_s
 from shoal.cost.gpu.spec import SHOAL, EngineSpec, block_weights, latent_of
@@ -212,7 +212,6 @@ def test_a_machine_becomes_floats():
     )
     gpu = gpu_of(machine)
     assert gpu.generation == "ampere" and gpu.rate("fp16") == 2e14 and gpu.domain == 8
-    assert generation_of("Instinct MI300X").name == "cdna3"
     bare = machine.device.model_copy(
         update={"memory": (MemoryTier(name="hbm", capacity_bytes=8 * 10**10),)}
     )
@@ -239,3 +238,37 @@ def test_no_step_is_shorter_than_what_the_search_takes_for_the_least(model, mach
         least = pricer.least_s(work, 1, recompute)
         whole = pricer.estimate(work).step_s.value
         assert 0.3 * whole < least <= whole
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [
+        ("V100", "volta"),
+        ("T4", "turing"),
+        ("A10", "ampere"),
+        ("A6000", "ampere"),
+        ("RTX-3090", "ampere"),
+        ("L4", "ada"),
+        ("L40S", "ada"),
+        ("RTX-4090", "ada"),
+        ("H20", "hopper"),
+        ("GH200", "hopper"),
+        ("GB300", "blackwell"),
+        ("DGX-Spark", "blackwell"),
+        ("RTX-PRO-6000", "blackwell"),
+        ("RTX-5090", "blackwell"),
+        ("MI250X", "cdna2"),
+        ("MI325X", "cdna3"),
+        ("MI355X", "cdna4"),
+        ("TPU-v6e", "tpu"),
+        ("Gaudi3", "tpu"),
+        ("Trainium2", "tpu"),
+    ],
+)
+def test_the_architecture_of_a_device(name: str, generation: str) -> None:
+    machine = load(name)
+    gpu = gpu_of(machine)
+    assert gpu.generation == generation
+    # No kernel of attention is faster than the products that it is made of.
+    forward, backward = gpu.facts.attention.get("best", gpu.facts.attention["flash2"])
+    assert backward < forward < gpu.facts.reach

@@ -4,18 +4,24 @@ import pytest
 
 from shoal.core.errors import ConfigError, ModelError
 from shoal.cost.arithmetic import active_parameters, parameters
-from shoal.cost.shapes import find, from_huggingface, names, published, resolve
+from shoal.cost.gpu.spec import Latent, latent_of
+from shoal.cost.shapes import find, names, published, resolve
 
-# Layouts that a shape does not describe: latent attention, learned positions, and a
-# shared expert of a width of its own.
+# Layouts that a shape does not describe: latent attention, learned positions, a shared expert of
+# a width of its own, layers of several kinds, and embeddings of each layer.
 EXCEPTIONS = {
     "DeepSeek-V3",
     "DeepSeek-R1",
     "DeepSeek-V3.2",
     "DeepSeek-V2",
     "DeepSeek-V2-Lite",
+    "DeepSeek-V3.1",
     "Kimi-K2-Instruct",
+    "Kimi-K2-Instruct-0905",
+    "Kimi-K2-Thinking",
     "GLM-5",
+    "Gemma-3n-E4B",
+    "Nemotron-3-Nano-30B-A3B",
     "OPT-125M",
     "Qwen2-57B-A14B",
 }
@@ -33,7 +39,7 @@ LLAMA = {
 
 
 def test_all_rows_read_and_the_zoo_comes_first():
-    assert len(names()) == 109 + 13
+    assert len(names()) == 129 + 13
     assert names()[0] == "shoal-0.3m"
     for name in names():
         assert find(name).source
@@ -63,33 +69,71 @@ def test_names_are_found_however_they_are_spelled():
     assert find("gpt-2 small").name == "GPT-2 small"
 
 
-def test_unknown_name_has_a_hint():
-    with pytest.raises(ModelError, match="did you mean 'Qwen3-14B'"):
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+        ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", "Llama-3.1-8B"),
+        ("RedHatAI/Meta-Llama-3.1-70B-Instruct-quantized.w4a16", "Llama-3.1-70B"),
+        ("Qwen/Qwen3-8B-FP8", "Qwen3-8B"),
+        ("Qwen/Qwen3-30B-A3B-GPTQ-Int4", "Qwen3-30B-A3B"),
+        ("nvidia/Qwen3-235B-A22B-NVFP4", "Qwen3-235B-A22B"),
+        ("unsloth/Qwen3-14B-unsloth-bnb-4bit", "Qwen3-14B"),
+        ("Qwen/Qwen2.5-Coder-32B-Instruct-AWQ", "Qwen2.5-Coder-32B"),
+        ("google/gemma-3-27b-it-qat-q4_0-gguf", "Gemma-3-27b-it"),
+        ("google/gemma-3-4b-pt", "Gemma-3-4b-it"),
+        ("meta-llama/Llama-3.3-70B", "Llama-3.3-70B-Instruct"),
+        ("mistralai/Mistral-Small-3.1-24B-Instruct-2503", "Mistral-Small-3.1-24B"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "Mixtral-8x7B-v0.1"),
+        ("allenai/Olmo-3-1025-7B", "OLMo-3-7B"),
+        ("moonshotai/Kimi-K2-Base", "Kimi-K2-Instruct"),
+        ("deepseek-ai/DeepSeek-R1-0528", "DeepSeek-R1"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "Llama-4-Scout-17B-16E"),
+        ("Llama-4-Maverick", "Llama-4-Maverick-17B-128E"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "Llama-3.1-8B"),
+        # What is shipped with the word or the date wins over what is not.
+        ("deepseek-ai/DeepSeek-V3.1", "DeepSeek-V3.1"),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507-FP8", "Qwen3-30B-A3B-2507"),
+        ("moonshotai/Kimi-K2-Instruct-0905", "Kimi-K2-Instruct-0905"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B-v0.3"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "Mistral-Small-24B-2501"),
+    ],
+)
+def test_ids_of_the_hub_name_shipped_shapes(spelled, name):
+    assert find(spelled) == find(name)
+    assert find(spelled).name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek-ai/DeepSeek-V4",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+        "Qwen/Qwen3-VL-8B-Instruct",
+        "ibm-granite/granite-4.0-h-micro",
+        "instruct",
+        "org/-",
+        "",
+    ],
+)
+def test_other_models_are_not_taken_for_shipped_ones(name):
+    with pytest.raises(ModelError, match=r"shipped shapes.*describe your own.*plan-a-cluster\.md"):
+        find(name)
+
+
+def test_every_shipped_name_is_its_own():
+    for name in names():
+        assert find(name).name == find(f"some-org/{name}").name == name
+
+
+def test_unknown_name_has_the_nearest():
+    with pytest.raises(ModelError, match=r"did you mean 'Qwen3-14B', '.*' or '.*'"):
         find("Qwen3-14")
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral"])
-def test_huggingface_families(kind):
-    shape = from_huggingface({**LLAMA, "model_type": kind}, name="x")
-    assert (shape.num_layers, shape.head_dim, shape.tied) == (2, 16, True)
-    assert shape.attention == "GQA"
-    assert shape.qk_norm == (kind == "qwen3")
-    assert shape.attention_bias == (kind == "qwen2")
-    assert shape.num_experts == (8 if kind == "mixtral" else 0)
-
-
-def test_unknown_architecture_lists_the_known():
-    with pytest.raises(ModelError, match=r"'gpt_bigcode'.*llama.*mixtral"):
-        from_huggingface({"model_type": "gpt_bigcode"})
-
-
-def test_missing_and_wrong_numbers_are_named():
-    with pytest.raises(ModelError, match="lacks what gives hidden"):
-        from_huggingface({k: v for k, v in LLAMA.items() if k != "hidden_size"})
-    with pytest.raises(ModelError, match="num_layers"):
-        from_huggingface({**LLAMA, "num_hidden_layers": -1})
-    with pytest.raises(ModelError, match="cannot share"):
-        from_huggingface({**LLAMA, "num_key_value_heads": 3})
+@pytest.mark.parametrize("name", ["DeepSeek-V3.1", "Kimi-K2-Thinking"])
+def test_rows_of_latent_attention_say_its_ranks(name):
+    assert latent_of(find(name)) == Latent(1536, 512, 128, 64, 128)
 
 
 def test_resolve_reads_directories_and_files(tmp_path):

@@ -22,6 +22,13 @@ from shoal.machine.shorthand import ALIASES, NodeGroup, ParsedShorthand, parse
         ("8xh200", 1, 8),
         ("16xH100", 2, 8),
         ("64xA100-80GB", 8, 8),
+        ("8xNVIDIA H100", 1, 8),
+        ("2x8xh800", 2, 8),
+        ("72xGB300", 1, 72),
+        ("2xGH200", 2, 1),
+        ("16xTrn2", 1, 16),
+        ("8xTPU-v5e", 2, 4),
+        ("2x5090", 1, 2),
         ("H100-SXM", 1, 1),
         ("laptop", 1, 1),
         ("3xlaptop", 3, 1),
@@ -62,6 +69,33 @@ def test_aliases_mean_what_exists():
     assert set(ALIASES.values()) <= {name.lower() for name in names()}
     assert load("4xA100-80GB").device == load("A100").device
     assert load("A100-40GB").device.main_memory.capacity_bytes == 40e9
+
+
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GB10", "DGX-Spark"),
+        ("AMD Instinct MI355X", "MI355X"),
+        ("intel gaudi 3", "Gaudi3"),
+        ("Trillium", "TPU-v6e"),
+        ("apple_m3_ultra", "M3-Ultra"),
+        ("rtx3090", "RTX-3090"),
+    ],
+)
+def test_names_as_people_and_drivers_write_them(spelled, name):
+    assert load(spelled).device == load(name).device
+
+
+def test_an_unknown_device_names_the_nearest_and_how_to_describe_it():
+    with pytest.raises(MachineError, match=r"8xH101.*did you mean 'H100'.*or.*plan-a-cluster.md"):
+        load("8xH101")
 
 
 def test_the_grammar():
@@ -105,8 +139,8 @@ def test_a_part_of_a_node_answers_for_its_part_of_the_rest():
         ("0x8xH100", "1 node or more"),
         ("2x0xH100", "1 node or more"),
         ("16xH1000", "did you mean 'H100'"),
-        ("H100-NVL", "expected one of A100"),
-        ("x", "expected one of A100"),
+        ("H100-NVL", "did you mean 'H100'"),
+        ("x", "expected one of A10, A100"),
         ("8 x H100", r"\[COUNTx\]NAME"),
         ("2x2x2xH100", r"\[COUNTx\]NAME"),
         ("8xH100@TIN200", r"\[COUNTx\]NAME"),

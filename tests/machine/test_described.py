@@ -67,7 +67,9 @@ def test_a_published_number():
 def test_what_is_described():
     assert set(names()) >= {
         *("H100", "H200", "B200", "A100", "A100-40GB", "MI250X", "Frontier", "MI300X"),
-        *("L40S", "RTX-4090", "TPU-v5p", "M4-Max", "laptop"),
+        *("L40S", "RTX-4090", "TPU-v5p", "M4-Max", "laptop", "B300", "GB300", "H800", "H20"),
+        *("GH200", "RTX-3090", "RTX-5090", "RTX-PRO-6000", "A10", "A6000", "L4", "T4", "MI325X"),
+        *("MI355X", "TPU-v5e", "TPU-v6e", "Trainium2", "Gaudi3", "DGX-Spark", "M3-Ultra"),
     }
 
 

@@ -151,12 +151,20 @@ class MissingExtraError(ShoalError):
         )
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """A hint such as ``did you mean 'tp'?``; empty when nothing is close."""
+def nearest(word: str, choices: Iterable[str], *, most: int = 1) -> str:
+    """A hint such as ``did you mean 'tp'?``; empty when nothing is close.
+
+    Args:
+        word: as it was written.
+        choices: words that are right.
+        most: how many of them to name.
+    """
     # One wrong letter is half of a name such as ``dp``.
-    cutoff = 0.5 if len(word) <= 3 else 0.6
-    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
-    return f"did you mean {matches[0]!r}?" if matches else ""
+    cutoff = 0.5 if len(word) <= 3 or most > 1 else 0.6
+    matches = difflib.get_close_matches(word, list(choices), n=most, cutoff=cutoff)
+    *others, last = (repr(match) for match in matches or ("",))
+    named = f"{', '.join(others)} or {last}" if others else last
+    return f"did you mean {named}?" if matches else ""
 
 
 def rebuild(cls: type[ShoalError], message: str) -> ShoalError:

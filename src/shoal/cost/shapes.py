@@ -8,20 +8,43 @@ from __future__ import annotations
 
 import csv
 import functools
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
+from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from shoal.core.config import parse
-from shoal.core.errors import ConfigError, ModelError, nearest
+from shoal.core.errors import ModelError, nearest
 from shoal.core.files import read_yaml
+from shoal.cost.configs import from_huggingface, read_config
 from shoal.ir import ModelShape, TrainJob
-from shoal.ir.architecture import Architecture
 
-__all__ = ["ARCHITECTURES", "find", "from_huggingface", "names", "published", "resolve", "shape_of"]
+__all__ = ["find", "names", "published", "resolve", "shape_of"]
+
+# Other names of shipped shapes: what people say, and models of the same shape.
+_ALIASES = {
+    "bloom": "BLOOM-176B",
+    "deepseek-r1-distill-llama-8b": "Llama-3.1-8B",
+    "deepseek-r1-distill-llama-70b": "Llama-3.3-70B-Instruct",
+    "deepseek-r1-distill-qwen-7b": "Qwen2.5-7B",
+    "deepseek-r1-distill-qwen-14b": "Qwen2.5-14B",
+    "deepseek-r1-distill-qwen-32b": "Qwen2.5-32B",
+    "gpt2": "GPT-2 small",
+    "llama-4-maverick": "Llama-4-Maverick-17B-128E",
+    "llama-4-scout": "Llama-4-Scout-17B-16E",
+    "mistral-nemo": "Mistral-Nemo-12B",
+    "nemotron-3-nano": "Nemotron-3-Nano-30B-A3B",
+    "phi-3-medium-4k": "Phi-3-medium-14B",
+}
+# Words of a name that say how a model was trained last, in which format it is stored, when it was
+# made, or by whom; its shape is the same without them.
+_ASIDE = re.compile(
+    r"instruct|chat|base|it|pt|hf|sft|dpo|think|thinking|exp|preview|terminus|meta|nvidia|unsloth|"
+    r"fp8|fp4|fp16|bf16|nvfp4|mxfp4|awq|gptq|int4|int8|gguf|mlx|bnb|qat|[2-8]bit|w\d+a\d+|g128|"
+    r"dynamic|static|block|pertensor|quantized\.w\d+a\d+|q\d|0|k|m|s|v0\.\d|v1\.0|\d{4}"
+)
+_MOST_ASIDE = 8
 
 
 @functools.cache
@@ -39,27 +62,44 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.+]+", "", name.lower())
 
 
+def _without_asides(name: str) -> Iterator[str]:
+    """A name, and what remains of it with fewer and fewer of the words that are no shape's."""
+    words = re.split(r"[-_/ ]+", name.lower())
+    asides = [at for at, word in enumerate(words) if _ASIDE.fullmatch(word)][-_MOST_ASIDE:]
+    for kept in range(len(asides), -1, -1):
+        for some in combinations(asides, kept):
+            yield _plain("".join(w for at, w in enumerate(words) if at not in asides or at in some))
+
+
 @functools.cache
 def _plain_names() -> dict[str, str]:
-    return {_plain(name): name for name in _rows()}
+    exact = {_plain(name): name for name in _rows()}
+    exact |= {_plain(other): name for other, name in _ALIASES.items()}
+    bare = {list(_without_asides(name))[-1]: name for name in reversed(_rows())}
+    return {**bare, **exact}
 
 
 @functools.cache
 def find(name: str) -> ModelShape:
     """The shipped shape called ``name``; letter case, spaces and dashes do not matter.
 
-    A Hugging Face repository name such as ``Qwen/Qwen3-14B`` is found by its last part.
+    Of a Hugging Face repository, such as ``Qwen/Qwen3-14B-Instruct-FP8``, the part behind the
+    slash counts; words for training, format and date are dropped where the rest names a shape.
 
     Raises:
         ModelError: there is none; the message has the nearest names.
     """
     known = _plain_names()
-    spelled = known.get(_plain(name)) or known.get(_plain(name.rpartition("/")[2]))
+    ways = (_plain(name), *_without_asides(name.rpartition("/")[2]))
+    spelled = next((known[way] for way in ways if way in known), None)
     if spelled is None:
-        hint = nearest(name, _rows()) or nearest(_plain(name), known)
+        last = name.rpartition("/")[2]
+        hint = nearest(last, _rows(), most=3) or nearest(last.lower(), _ALIASES, most=3)
         raise ModelError(
-            f"model = {name!r}: expected one of the {len(known)} shipped shapes, a directory with "
-            f"a config.json, or a YAML file of a shape" + (f"; {hint}" if hint else "")
+            f"model = {name!r}: expected one of the {len(_rows())} shipped shapes, a directory "
+            f"with a config.json, or a YAML file of a shape; {hint}{' ' if hint else ''}or "
+            "describe your own in eight lines of YAML (docs/tutorials/plan-a-cluster.md, section "
+            "2) and name the file"
         )
     return _shape(_rows()[spelled])
 
@@ -115,13 +155,13 @@ def resolve(model: str) -> ModelShape:
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        return from_huggingface(_read_config(path / "config.json"), name=path.resolve().name)
+        return from_huggingface(read_config(path / "config.json"), name=path.resolve().name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise ModelError(f"model = {model!r}: there is no such file; give a shape file's path")
         return parse(ModelShape, read_yaml(path), where=model)
     if path.suffix == ".json":
-        return from_huggingface(_read_config(path), name=path.resolve().parent.name)
+        return from_huggingface(read_config(path), name=path.resolve().parent.name)
     return find(model)
 
 
@@ -138,120 +178,3 @@ def shape_of(job: TrainJob) -> ModelShape:
         if job.architecture.says
         else shape
     )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as cause:
-        raise ModelError(f"{path}: not text in UTF-8; a model's config.json is expected") from cause
-    except OSError as cause:
-        raise ModelError(
-            f"{path}: cannot be read ({cause.strerror}); a model directory has a config.json"
-        ) from cause
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as cause:
-        raise ModelError(
-            f"{path}, line {cause.lineno}, column {cause.colno}: not JSON ({cause.msg})"
-        ) from cause
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: expected an object of keys, found {type(config).__name__}")
-    return config
-
-
-def _dense(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {}
-
-
-def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"attention_bias": bool(config.get("attention_bias", False))}
-
-
-def _qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"attention_bias": True}
-
-
-def _qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"qk_norm": True, "attention_bias": bool(config.get("attention_bias", False))}
-
-
-def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "num_experts": config.get("num_local_experts", 8),
-        "top_k": config.get("num_experts_per_tok", 2),
-        "expert_hidden": config.get("intermediate_size", 14336),
-    }
-
-
-def _mdlm(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "family": "mdlm",
-        "qk_norm": bool(config.get("qk_norm", False)),
-        "attention_bias": bool(config.get("attention_bias", False)),
-    }
-
-
-# model_type -> (architecture class, what differs from the plain decoder)
-ARCHITECTURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
-    "llama": ("LlamaForCausalLM", _llama),
-    "mistral": ("MistralForCausalLM", _dense),
-    "qwen2": ("Qwen2ForCausalLM", _qwen2),
-    "qwen3": ("Qwen3ForCausalLM", _qwen3),
-    "mixtral": ("MixtralForCausalLM", _mixtral),
-    "shoal_mdlm": ("ShoalForMaskedDiffusion", _mdlm),
-}
-
-
-def from_huggingface(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
-    """The shape that a Hugging Face ``config.json`` describes.
-
-    Args:
-        config: the parsed file.
-        name: what to call the model if the file does not say.
-
-    Raises:
-        ModelError: the architecture is not supported, or a number is missing or wrong.
-    """
-    label = str(config.get("_name_or_path") or "").rpartition("/")[2] or name or "model"
-    architecture, config = Architecture.from_huggingface(dict(config), f"config.json of {label}")
-    kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        known = ", ".join(f"{key} ({value[0]})" for key, value in ARCHITECTURES.items())
-        given = kind if kind is not None else config.get("architectures")
-        raise ModelError(
-            f"{label}: model_type = {given!r}: expected one of {known}; "
-            "convert the model to one of these, or plan it from a shape file"
-        )
-    heads = config.get("num_attention_heads")
-    hidden = config.get("hidden_size")
-    head_dim = config.get("head_dim")
-    if head_dim is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-        head_dim = hidden // heads
-    kv_heads = config.get("num_key_value_heads")
-    raw = {
-        "name": label,
-        "num_layers": config.get("num_hidden_layers"),
-        "hidden": hidden,
-        "num_heads": heads,
-        "num_kv_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": head_dim,
-        "ffn_hidden": config.get("intermediate_size"),
-        "vocab_size": config.get("vocab_size"),
-        "max_position": config.get("max_position_embeddings", 2048),
-        "tied": bool(config.get("tie_word_embeddings", False)),
-        "family": str(kind),
-        "source": "config.json",
-        "architecture": architecture,
-        **ARCHITECTURES[str(kind)][1](config),
-    }
-    missing = [key for key, value in raw.items() if value is None]
-    if missing:
-        raise ModelError(f"{label}: config.json lacks what gives {', '.join(missing)}; add it")
-    raw["attention"] = (
-        "MHA" if raw["num_kv_heads"] == heads else "MQA" if raw["num_kv_heads"] == 1 else "GQA"
-    )
-    try:
-        return parse(ModelShape, raw, where=label)
-    except ConfigError as cause:
-        raise ModelError(f"config.json of {cause}") from cause

@@ -22,7 +22,7 @@ __all__ = ["ALIASES", "NodeGroup", "ParsedShorthand", "canonical", "parse"]
 
 _GBIT = r"\d{1,5}(?:\.\d{1,3})?"
 _CLUSTER = re.compile(
-    r"(?P<counts>(?:\d{1,6}x){0,2})(?P<name>(?:[A-Za-z]|4090)[A-Za-z0-9.-]*?)"
+    r"(?P<counts>(?:\d{1,6}x){0,2})(?P<name>(?:[A-Za-z]|[345]090)[A-Za-z0-9._ -]*?)"
     rf"(?:@(?P<kind>IB|ROCE|ETH)(?P<gbit>{_GBIT}))?"
 )
 _WAN = re.compile(rf"(?P<rest>.*?)(?:@WAN(?P<gbit>{_GBIT}))?", re.DOTALL)
@@ -31,27 +31,67 @@ FORMS = (
     "2x8xA100@IB200, equal clusters joined as 8xA100+8xA100@WAN1, or a YAML file"
 )
 
-# Other names of what is described, in small letters.
+# Other names of what is described, letters and digits alone, without a maker's words.
 ALIASES = {
+    "3090": "rtx-3090",
     "4090": "rtx-4090",
-    "rtx4090": "rtx-4090",
-    "a100-80gb": "a100",
-    "a100-sxm": "a100",
-    "a100-sxm4": "a100",
-    "b200-180gb": "b200",
-    "b200-sxm": "b200",
-    "gb200-nvl72": "gb200",
-    "h100-80gb": "h100",
-    "h100-sxm": "h100",
-    "h100-sxm5": "h100",
-    "h200-141gb": "h200",
-    "h200-sxm": "h200",
-    "mi250x-gcd": "mi250x",
-    "mi300x-192gb": "mi300x",
-    "v100-32gb": "v100",
-    "v100-sxm2": "v100",
+    "5090": "rtx-5090",
+    "a10080gb": "a100",
+    "a100sxm": "a100",
+    "a100sxm4": "a100",
+    "a100sxm480gb": "a100",
+    "a100sxm440gb": "a100-40gb",
+    "a10080gbpcie": "a100-pcie",
+    "a100pcie80gb": "a100-pcie",
+    "b200180gb": "b200",
+    "b200sxm": "b200",
+    "b300288gb": "b300",
+    "b300sxm": "b300",
+    "b300sxm6": "b300",
+    "gb10": "dgx-spark",
+    "gb200nvl72": "gb200",
+    "gb300nvl72": "gb300",
+    "gh200480gb": "gh200",
+    "gh20096gb": "gh200",
+    "h10080gb": "h100",
+    "h10080gbhbm3": "h100",
+    "h100sxm": "h100",
+    "h100sxm5": "h100",
+    "h100sxm580gb": "h100",
+    "h10080gbpcie": "h100-pcie",
+    "h200141gb": "h200",
+    "h200sxm": "h200",
+    "h2096gb": "h20",
+    "h20sxm": "h20",
+    "h80080gb": "h800",
+    "h800sxm": "h800",
+    "hl325l": "gaudi3",
+    "mi250xgcd": "mi250x",
+    "mi300x192gb": "mi300x",
+    "mi325x256gb": "mi325x",
+    "mi355x288gb": "mi355x",
+    "rtxa6000": "a6000",
+    "rtxpro6000blackwell": "rtx-pro-6000",
+    "rtxpro6000blackwellserveredition": "rtx-pro-6000",
+    "rtxpro6000blackwellworkstationedition": "rtx-pro-6000",
+    "pro6000": "rtx-pro-6000",
+    "trillium": "tpu-v6e",
+    "trn2": "trainium2",
+    "v10032gb": "v100",
+    "v100sxm2": "v100",
+    "v100sxm232gb": "v100",
+    "v5e": "tpu-v5e",
+    "v5litepod": "tpu-v5e",
     "v5p": "tpu-v5p",
+    "v6e": "tpu-v6e",
 }
+_MAKERS = re.compile(
+    r"\b(?:nvidia|geforce|tesla|dgx|hgx|amd|instinct|google|cloud|aws|intel|habana|apple)\b"
+)
+OWN = (
+    "or describe your own in six lines of YAML (docs/tutorials/plan-a-cluster.md, section 5) and "
+    "give the file: -m mine.yaml"
+)
 
 
 @dataclass(frozen=True)
@@ -139,8 +179,13 @@ def _cluster(term: str, text: str) -> NodeGroup:
     return NodeGroup(match["name"], nodes, counts[-1] if counts else None, match["kind"], gbit)
 
 
+def _plain(name: str) -> str:
+    """Letters and digits of a name, without its maker's words."""
+    return re.sub(r"[^a-z0-9]+", "", _MAKERS.sub("", name.lower().replace("_", " ")))
+
+
 def canonical(name: str, known: Iterable[str], text: str) -> str:
-    """The description that ``name`` means, whatever its case.
+    """The description that ``name`` means; case, dashes and the maker's name do not matter.
 
     Args:
         name: as it was written.
@@ -150,15 +195,17 @@ def canonical(name: str, known: Iterable[str], text: str) -> str:
     Raises:
         MachineError: there is none; the message has the nearest.
     """
-    result = {word.lower(): word for word in known}
-    key = name.lower()
-    key = ALIASES.get(key, key)
+    names = list(known)
+    result = {_plain(word): word for word in names}
+    key = _plain(name)
+    key = _plain(ALIASES.get(key, key))
+    near = nearest(name.upper(), names, most=3)
     require(
         key in result,
         "machine",
         text,
-        expected=f"one of {', '.join(result.values())}, local, or a YAML file",
-        hint=nearest(name, result.values()),
+        expected="a described machine" if near else f"one of {', '.join(names)}, local",
+        hint=f"{near} {OWN}".lstrip(),
         error=MachineError,
     )
     return result[key]

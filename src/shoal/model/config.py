@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from shoal.core.config import Value
 from shoal.core.errors import ModelError, require
+from shoal.cost.configs import planned_only
 from shoal.ir.architecture import Architecture
 from shoal.ir.shape import ModelShape
 
@@ -316,6 +317,8 @@ class ModelConfig(Value):
 def _beyond(shape: ModelShape) -> list[str]:
     """What this shape has that no family here can express."""
     problems = []
+    if planned_only(shape):
+        problems.append(f"it is of type {shape.family}")
     if not shape.gated:
         problems.append("its feed-forward layer is not gated")
     if shape.num_shared_experts or shape.num_dense_layers:

@@ -3,7 +3,8 @@
 A :class:`Accelerator` is a :class:`~shoal.ir.Machine` in plain floats, with what its generation
 adds: the number of units that share a product's tiles, and what an attention kernel reaches.
 
-Sources: NVIDIA A100, H100 and Blackwell architecture papers, AMD CDNA 2 and 3 papers (units);
+Sources: NVIDIA Turing, A100, Ada, H100 and Blackwell architecture papers, AMD CDNA 2, 3 and 4
+papers (units);
 Dao, FlashAttention-2, 2023; Shah et al., FlashAttention-3, 2024; NVIDIA cuDNN 9 release
 notes (attention).
 """
@@ -66,9 +67,15 @@ class Generation:
 _FLASH_ONLY = {"flash1": (0.40, 0.36), "flash2": (0.45, 0.38)}
 GENERATIONS: dict[str, Generation] = {
     "volta": Generation("volta", 80, 0.8, {"flash1": (0.35, 0.30), "flash2": (0.35, 0.30)}),
+    # A T4 has 40 of the 72 of the largest die; FlashAttention-2 does not run there.
+    "turing": Generation("turing", 40, 0.6, {"flash1": (0.35, 0.30), "flash2": (0.35, 0.30)}),
     # FlashAttention-2, figures 5 and 6: 190 and 170 of 312 TFLOP/s; 1 reaches about 0.6 of it.
     "ampere": Generation(
         "ampere", 108, 0.869, {"flash1": (0.40, 0.36), "flash2": (0.60, 0.53), "best": (0.62, 0.55)}
+    ),
+    # The kernels of attention are Ampere's (compute capability 8.x); FlashAttention-3 is not there.
+    "ada": Generation(
+        "ada", 142, 0.75, {"flash1": (0.40, 0.36), "flash2": (0.60, 0.53), "best": (0.62, 0.55)}
     ),
     # FlashAttention-3, figures 5 and 6: 370 and 330 of 989 by FlashAttention-2; 640 and 530 by 3.
     "hopper": Generation(
@@ -83,15 +90,21 @@ GENERATIONS: dict[str, Generation] = {
     ),
     "cdna2": Generation("cdna2", 110, 0.767, {**_FLASH_ONLY, "best": (0.45, 0.38)}),
     "cdna3": Generation("cdna3", 304, 0.514, {**_FLASH_ONLY, "best": (0.35, 0.28)}),
+    # No measurement of attention is known: as of CDNA 3.
+    "cdna4": Generation("cdna4", 256, 0.604, {**_FLASH_ONLY, "best": (0.35, 0.28)}),
+    # Few and large matrix engines; a Gaudi 3 and a Trainium2 have eight.
     "tpu": Generation("tpu", 4, 0.87, {**_FLASH_ONLY, "best": (0.55, 0.45)}),
 }
 _NAMES = (
     ("volta", r"V100"),
+    ("turing", r"\bT4\b|\b20[678]0\b"),
+    ("ada", r"\bL4\b|L40|\b40[6-9]0\b|\bAda\b"),
     ("ampere", r"A100|A40|A6000|3090|3080|3070|A10\b|A800"),
-    ("blackwell", r"G?B[23]00|RTX PRO|5090"),
+    ("blackwell", r"G?B[23]00|GB10\b|RTX PRO|\b50[6-9]0\b"),
     ("cdna2", r"MI2\d\d"),
+    ("cdna4", r"MI35\d"),
     ("cdna3", r"MI3\d\d"),
-    ("tpu", r"TPU"),
+    ("tpu", r"TPU|Trainium|Gaudi"),
 )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
+from shoal.cost.configs import dtype_of, read_config
 from shoal.cost.shapes import resolve
 from shoal.ir import Arrival, ModelShape, ServeJob
 from shoal.plan.serving.memory import slot_length
@@ -28,9 +28,7 @@ def precision_of(job: ServeJob) -> str:
     config = path / "config.json" if path.is_dir() else path
     if config.suffix == ".json" and config.is_file():
         resolve(job.model)  # complains about a file that is no configuration
-        raw = json.loads(config.read_text(encoding="utf-8"))
-        named = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-        return "fp32" if named == "float32" else "bf16"
+        return "fp32" if dtype_of(read_config(config)) == "float32" else "bf16"
     return "fp32" if resolve(job.model).family in ("Shoal", "mdlm") else "bf16"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.cost.configs import notes as notes_of
 from shoal.cost.gpu.spec import latent_of
 from shoal.cost.serving.simulator import Simulation
 from shoal.cost.step_cost.roofline import BYTES
@@ -143,4 +144,5 @@ def job_notes(job: ServeJob, machine: Machine, shape: ModelShape) -> tuple[str, 
         )
     if shape.attention not in ("MHA", "GQA", "MQA") and latent_of(shape) is None:
         results.append(f"{shape.attention} attention is counted as grouped-query attention")
+    results += notes_of(shape)
     return (*results, *decoding_notes(job, machine))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal.core.parts import table
 from shoal.core.traits import traits
+from shoal.cost.configs import notes as notes_of
 from shoal.cost.price.rates import RankRates, ranks_per_host
 from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.memory import tier_bytes
@@ -208,4 +209,5 @@ def _notes(job: TrainJob, shape: ModelShape, machine: Machine) -> tuple[str, ...
         notes += table("offload").build(job.offload).notes(Work(shape=shape, job=job), machine)
     if shape.attention not in ("MHA", "GQA", "MQA"):
         notes.append(f"{shape.attention} attention is counted as grouped-query attention")
+    notes += notes_of(shape)
     return tuple(notes)
