@@ -43,7 +43,7 @@ def test_all_rows_are_replayed_or_say_why_not() -> None:
         replay_silicon(row(system="gb200", tp_size="72"))
     with pytest.raises(UnplayableError, match="system = 'tpu'"):
         replay_silicon(row(mode="agg") | {"system": "tpu"})
-    with pytest.raises(UnplayableError, match="model = 'Nothing-1B'"):
+    with pytest.raises(UnplayableError, match="model = 'someone/Nothing-1B'"):
         replay_silicon(row(mode="agg") | {"model_path": "someone/Nothing-1B"})
     contradictory = row(model_path="gpt-oss", mode="agg", tp_size="2.0") | {"moe_ep_size": "16"}
     with pytest.raises(UnplayableError, match=r"devices of an expert x 16.: expected 2"):

@@ -9,7 +9,6 @@ servers there are, is skipped with the reason.
 from __future__ import annotations
 
 import csv
-import functools
 import gzip
 import io
 import re
@@ -97,7 +96,7 @@ def replay_silicon(row: Mapping[str, str]) -> SiliconRun:
     """
     filled: list[str] = []
     try:
-        shape = find(_model_of(row["model_path"]))
+        shape = find(row["model_path"])
         require(row["system"] in _DEVICES, "system", row["system"], expected=", ".join(_DEVICES))
         require(row["backend"] in ENGINES, "backend", row["backend"], expected=", ".join(ENGINES))
         engine = ENGINES[row["backend"]]
@@ -132,13 +131,6 @@ def replay_silicon(row: Mapping[str, str]) -> SiliconRun:
         f"{clients.prompt} + {clients.output} tokens",
         filled=tuple(dict.fromkeys(filled)),
     )
-
-
-@functools.cache
-def _model_of(path: str) -> str:
-    """The shape of a repository's model."""
-    name = path.rsplit("/", 1)[-1]
-    return re.sub(r"-(Instruct|FP8|NVFP4)\b|\.1(?=-NVFP4)", "", name, flags=re.IGNORECASE)
 
 
 def _formats(row: Mapping[str, str], shape: ModelShape, engine: ServingEngine) -> Formats:
