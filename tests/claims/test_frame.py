@@ -127,3 +127,11 @@ def test_ranks_get_values_as_values() -> None:
     assert ranks == [[rank, "TrainJob", 24, [1, 2], "TrainJob"] for rank in (0, 1)]
     with pytest.raises(ConfigError, match=r"processes\.arguments.*set is neither"):
         on_ranks(f"{__file__}:named", 2, job={1, 2}, sizes=[], by_name={})
+
+
+def test_answers_that_all_repeat_themselves_are_refused() -> None:
+    from shoal.claims.experiments.decoding import seconds_per_token
+    from shoal.core.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="every answer repeats itself"):
+        seconds_per_token([[]], [[]])

@@ -12,6 +12,7 @@ import numpy as np
 from shoal.claims.bench.decode import DecodeBatchResult, distinct_runs, held_out_prompts, regular
 from shoal.claims.experiments import tiny
 from shoal.claims.protocols import ExperimentContext, PairedSamples
+from shoal.core.errors import require
 from shoal.core.parts import Choice
 
 __all__ = [
@@ -63,8 +64,18 @@ def prompts_of(context: ExperimentContext, count: int, length: int, after: int) 
 def seconds_per_token(
     method: Sequence[Sequence[DecodeBatchResult]], plain: Sequence[Sequence[DecodeBatchResult]]
 ) -> tuple[PairedSamples, list[int]]:
-    """Seconds a token of whole rounds, method and plain, loops left out; and who was kept."""
+    """Seconds a token of whole rounds, method and plain, loops left out; and which were kept.
+
+    Raises:
+        ConfigError: every answer is a loop.
+    """
     places = regular(plain[0])
+    require(
+        bool(places),
+        "--model",
+        "a model whose every answer repeats itself",
+        expected="one with answers that do not, whose tokens can be timed",
+    )
 
     def each(rounds: Sequence[Sequence[DecodeBatchResult]]) -> tuple[float, ...]:
         return tuple(
