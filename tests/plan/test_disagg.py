@@ -14,7 +14,7 @@ import yaml
 from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.parts import table
-from shoal.cost.serving.fleet import Fleet, FleetSimulation, SimulatedInstance, attainment
+from shoal.cost.serving.fleet import FleetSimulation, SimulatedFleet, SimulatedInstance, attainment
 from shoal.cost.serving.simulator import ServedRequest
 from shoal.cost.shapes import resolve
 from shoal.ir import (
@@ -126,11 +126,11 @@ def test_prompts_share_a_step_up_to_the_batch_and_long_ones_go_alone() -> None:
 
 
 def rates(devices: int = 1) -> Goodput:
-    def serve(arrivals: list[Arrival]) -> Fleet:
+    def serve(arrivals: list[Arrival]) -> SimulatedFleet:
         kv = table("kv").build({"name": "paged", "prefix_reuse": False}).build(4096)
         limits = SchedulerLimits(max_running=32, max_step_tokens=256, max_position=512)
         one = SimulatedInstance(table("scheduler").build("prefill_first").build(kv, limits), COST)
-        return Fleet([one], [], LeastLoadedDispatcher(1), arrivals)
+        return SimulatedFleet([one], [], LeastLoadedDispatcher(1), arrivals)
 
     requests = [Arrival(0.0, (1,) * n, 2 + n % 5) for n in range(10, 40)]
     return Goodput(serve, poisson(requests, 500, 0), devices)  # type: ignore[arg-type]

@@ -18,7 +18,15 @@ from shoal.core.errors import ConfigError, ModelError, nearest
 from shoal.ir import ModelShape
 from shoal.ir.architecture import Architecture
 
-__all__ = ["KINDS", "Kind", "dtype_of", "from_huggingface", "notes", "planned_only", "read_config"]
+__all__ = [
+    "KINDS",
+    "ConfigKind",
+    "dtype_of",
+    "from_huggingface",
+    "notes",
+    "planned_only",
+    "read_config",
+]
 
 # Where a model of text and more keeps the configuration of its text.
 _TEXT_PARTS = ("text_config", "llm_config")
@@ -36,7 +44,7 @@ _MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
-class Kind:
+class ConfigKind:
     """What all models of one ``model_type`` have.
 
     Args:
@@ -61,38 +69,38 @@ _GEMMA: dict[str, Any] = {
     "head_dim": 256,
     "max_position_embeddings": 131072,
 }
-KINDS: dict[str, Kind] = {
-    "llama": Kind(runs=True),
-    "mistral": Kind(runs=True),
-    "qwen2": Kind(runs=True, shape={"attention_bias": True}),
-    "qwen3": Kind(runs=True, shape=_NORM),
-    "mixtral": Kind(runs=True, defaults={"num_local_experts": 8, "num_experts_per_tok": 2}),
-    "shoal_mdlm": Kind(runs=True, shape={"family": "mdlm"}),
-    "deepseek_v2": Kind(),
-    "deepseek_v3": Kind(),
-    "deepseek_v32": Kind(beyond="the index of sparse attention"),
-    "gemma3": Kind(defaults={**_GEMMA, "vocab_size": 262208}, shape=_NORM),
-    "gemma3n": Kind(
+KINDS: dict[str, ConfigKind] = {
+    "llama": ConfigKind(runs=True),
+    "mistral": ConfigKind(runs=True),
+    "qwen2": ConfigKind(runs=True, shape={"attention_bias": True}),
+    "qwen3": ConfigKind(runs=True, shape=_NORM),
+    "mixtral": ConfigKind(runs=True, defaults={"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "shoal_mdlm": ConfigKind(runs=True, shape={"family": "mdlm"}),
+    "deepseek_v2": ConfigKind(),
+    "deepseek_v3": ConfigKind(),
+    "deepseek_v32": ConfigKind(beyond="the index of sparse attention"),
+    "gemma3": ConfigKind(defaults={**_GEMMA, "vocab_size": 262208}, shape=_NORM),
+    "gemma3n": ConfigKind(
         defaults=_TIED, shape=_NORM, beyond="embeddings of each layer, AltUp and LAuReL"
     ),
-    "glm4_moe": Kind(),
-    "gpt_oss": Kind(shape={"attention_bias": True}),
-    "granite": Kind(),
-    "granitemoehybrid": Kind(),
-    "kimi_k2": Kind(),
-    "llama4": Kind(defaults={"use_qk_norm": True, "interleave_moe_layer_step": 1}),
-    "minimax_m2": Kind(shape=_NORM),
-    "ministral3": Kind(),
-    "mistral3": Kind(),
-    "nemotron": Kind(shape={"gated": False}),
-    "olmo2": Kind(shape=_NORM),
-    "olmo3": Kind(shape=_NORM),
-    "olmoe": Kind(shape=_NORM),
-    "phi3": Kind(),
-    "qwen2_moe": Kind(shape={"attention_bias": True}),
-    "qwen3_moe": Kind(shape=_NORM),
-    "qwen3_next": Kind(defaults={"full_attention_interval": 4}, shape=_NORM),
-    "smollm3": Kind(defaults=_TIED),
+    "glm4_moe": ConfigKind(),
+    "gpt_oss": ConfigKind(shape={"attention_bias": True}),
+    "granite": ConfigKind(),
+    "granitemoehybrid": ConfigKind(),
+    "kimi_k2": ConfigKind(),
+    "llama4": ConfigKind(defaults={"use_qk_norm": True, "interleave_moe_layer_step": 1}),
+    "minimax_m2": ConfigKind(shape=_NORM),
+    "ministral3": ConfigKind(),
+    "mistral3": ConfigKind(),
+    "nemotron": ConfigKind(shape={"gated": False}),
+    "olmo2": ConfigKind(shape=_NORM),
+    "olmo3": ConfigKind(shape=_NORM),
+    "olmoe": ConfigKind(shape=_NORM),
+    "phi3": ConfigKind(),
+    "qwen2_moe": ConfigKind(shape={"attention_bias": True}),
+    "qwen3_moe": ConfigKind(shape=_NORM),
+    "qwen3_next": ConfigKind(defaults={"full_attention_interval": 4}, shape=_NORM),
+    "smollm3": ConfigKind(defaults=_TIED),
 }
 
 

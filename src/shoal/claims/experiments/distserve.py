@@ -26,7 +26,12 @@ from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
 from shoal.core.parts import part, table
-from shoal.cost.serving.fleet import Fleet, KVTransferLink, SimulatedInstance, simulate_fleet
+from shoal.cost.serving.fleet import (
+    KVTransferLink,
+    SimulatedFleet,
+    SimulatedInstance,
+    simulate_fleet,
+)
 from shoal.cost.serving.queueing import md1_ttft
 from shoal.ir import Arrival, SchedulerLimits
 from shoal.plan.batching.dispatch import LeastLoadedDispatcher
@@ -54,7 +59,7 @@ _CODE_TTFT, _CODE_TPOT = 0.125, 0.03
 _CHAT_TTFT, _CHAT_TPOT = 1.0, 0.2
 
 
-def system(name: str) -> tuple[Callable[[Sequence[Arrival]], Fleet], int]:
+def system(name: str) -> tuple[Callable[[Sequence[Arrival]], SimulatedFleet], int]:
     """How a system serves, and its devices: ``apart``, ``prefill_first`` or ``fcfs:TOKENS``."""
 
     def instance(kind: str, part: dict[str, Any], tokens: int) -> SimulatedInstance:
@@ -65,17 +70,17 @@ def system(name: str) -> tuple[Callable[[Sequence[Arrival]], Fleet], int]:
     if name == "apart":
         wire = KVTransferLink(bandwidth=_BANDWIDTH, token_bytes=_TOKEN_BYTES)
 
-        def apart(arrivals: Sequence[Arrival]) -> Fleet:
+        def apart(arrivals: Sequence[Arrival]) -> SimulatedFleet:
             front = instance("phase", {"name": "prefill", "batch_tokens": _BATCH}, _BATCH)
             back = instance("phase", {"name": "decode"}, _BATCH)
-            return Fleet([front], [back], LeastLoadedDispatcher(1, 1), arrivals, wire=wire)
+            return SimulatedFleet([front], [back], LeastLoadedDispatcher(1, 1), arrivals, wire=wire)
 
         return apart, 2
     scheduler, _, tokens = name.partition(":")
 
-    def both(arrivals: Sequence[Arrival]) -> Fleet:
+    def both(arrivals: Sequence[Arrival]) -> SimulatedFleet:
         one = instance("scheduler", {"name": scheduler}, int(tokens or _BATCH))
-        return Fleet([one], [], LeastLoadedDispatcher(1), arrivals)
+        return SimulatedFleet([one], [], LeastLoadedDispatcher(1), arrivals)
 
     return both, 1
 

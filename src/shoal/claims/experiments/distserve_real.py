@@ -25,7 +25,7 @@ import numpy as np
 from shoal.core.config import Value
 from shoal.core.measure import BackgroundLoad
 from shoal.core.parts import table
-from shoal.cost.serving.fleet import Fleet, KVTransferLink, SimulatedInstance, attainment
+from shoal.cost.serving.fleet import KVTransferLink, SimulatedFleet, SimulatedInstance, attainment
 from shoal.cost.serving.simulator import ServedRequest, quantities
 from shoal.cost.step_cost.cooling import Cooling, Warmth, fit_cooling
 from shoal.cost.step_cost.fitted import FittedStepCost, StepSample, fit, scaled
@@ -327,7 +327,7 @@ class RealSystems:
 
     def _predict(
         self, system: str, costs: PhaseCosts, arrivals: Sequence[Arrival], token_bytes: int
-    ) -> Fleet:
+    ) -> SimulatedFleet:
         def instance(kind: str, name: str, role: str) -> SimulatedInstance:
             kv = table("kv").build("paged").build(_KV_TOKENS)
             cost, cooling = costs.of[role]
@@ -336,8 +336,8 @@ class RealSystems:
 
         if system == "colocated":
             both = [instance("scheduler", "fcfs", "both") for _ in range(2)]
-            return Fleet(both, [], LeastLoadedDispatcher(2), arrivals)
-        return Fleet(
+            return SimulatedFleet(both, [], LeastLoadedDispatcher(2), arrivals)
+        return SimulatedFleet(
             [instance("phase", "prefill", "prefill")],
             [instance("phase", "decode", "decode")],
             LeastLoadedDispatcher(1, 1),

@@ -27,9 +27,9 @@ from shoal.ir import Arrival, Request, Scheduler, Step, StepCost, StepResult
 from shoal.ir.phases import DecodePhaseScheduler, Dispatcher, PrefillPhaseScheduler
 
 __all__ = [
-    "Fleet",
     "FleetSimulation",
     "KVTransferLink",
+    "SimulatedFleet",
     "SimulatedInstance",
     "SimulatedTransfer",
     "attainment",
@@ -153,8 +153,10 @@ def simulate_fleet(
     wire: KVTransferLink | None = None,
     crowding: float = 0.0,
 ) -> FleetSimulation:
-    """Serve ``arrivals`` in virtual time, all of them; see :class:`Fleet`."""
-    return Fleet(prefill, decode, dispatcher, arrivals, wire=wire, crowding=crowding).finish()
+    """Serve ``arrivals`` in virtual time, all of them; see :class:`SimulatedFleet`."""
+    return SimulatedFleet(
+        prefill, decode, dispatcher, arrivals, wire=wire, crowding=crowding
+    ).finish()
 
 
 class _Running:
@@ -180,7 +182,7 @@ class _Running:
 _Event = Callable[[float, Any], list[_Running]]
 
 
-class Fleet:
+class SimulatedFleet:
     """Instances that serve ``arrivals`` in virtual time, as far as they are advanced.
 
     Args:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
-from shoal.cost.serving.fleet import Fleet, KVTransferLink, SimulatedInstance
+from shoal.cost.serving.fleet import KVTransferLink, SimulatedFleet, SimulatedInstance
 from shoal.cost.serving.queueing import busy_share
 from shoal.cost.shapes import resolve
 from shoal.cost.workloads.describe import describe
@@ -343,16 +343,16 @@ class _Search:
         def fewer(phase: Phase) -> Phase:
             return phase.model_copy(update={"count": phase.count // copies})
 
-        def serve(arrivals: Sequence[Arrival]) -> Fleet:
+        def serve(arrivals: Sequence[Arrival]) -> SimulatedFleet:
             if setting.both is not None:
                 fronts = self._instances("both", fewer(setting.both), setting.scheduler)
-                return Fleet(fronts, [], LeastLoadedDispatcher(len(fronts)), arrivals)
+                return SimulatedFleet(fronts, [], LeastLoadedDispatcher(len(fronts)), arrivals)
             assert setting.prefill is not None
             assert setting.decode is not None
             fronts = self._instances("prefill", fewer(setting.prefill))
             backs = self._instances("decode", fewer(setting.decode))
             dispatcher = LeastLoadedDispatcher(len(fronts), len(backs))
-            return Fleet(fronts, backs, dispatcher, arrivals, wire=self._wire())
+            return SimulatedFleet(fronts, backs, dispatcher, arrivals, wire=self._wire())
 
         used = setting.devices // copies
         together = min(_TOGETHER, sum(counts) // copies)

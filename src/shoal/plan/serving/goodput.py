@@ -20,7 +20,7 @@ from pydantic import Field, PositiveFloat
 
 from shoal.core.config import Value
 from shoal.core.errors import require
-from shoal.cost.serving.fleet import Fleet
+from shoal.cost.serving.fleet import SimulatedFleet
 from shoal.cost.workloads.drawing import times
 from shoal.ir import Arrival
 
@@ -90,15 +90,15 @@ class Goodput:
 
     def __init__(
         self,
-        serve: Callable[[Sequence[Arrival]], Fleet],
+        serve: Callable[[Sequence[Arrival]], SimulatedFleet],
         arrivals: Sequence[Arrival],
         devices: int = 1,
     ) -> None:
         self._serve, self._arrivals = serve, arrivals
         self.devices = devices
-        self._seen: dict[float, Fleet] = {}
+        self._seen: dict[float, SimulatedFleet] = {}
 
-    def _at(self, rate: float) -> Fleet:
+    def _at(self, rate: float) -> SimulatedFleet:
         """The simulation at ``rate`` a second and device."""
         if rate not in self._seen:
             factor = 1.0 / (rate * self.devices)
