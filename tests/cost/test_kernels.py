@@ -98,6 +98,9 @@ def test_every_described_accelerator_has_times() -> None:
             assert 0 < few < many < 1
     assert table_of("NVIDIA GeForce RTX 5090") == "rtx_pro_6000_server"
     assert table_of("something new") == "h100_sxm"
+    # A probed host has a name of its own; its device says which kernels it has.
+    probed = load("RTX-4090").model_copy(update={"name": "canada-3"})
+    assert kernel_times(gpu_of(probed)).table.device == "l40s"
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_block", "nvfp4", "mxfp4", "int8", "int4"])

@@ -121,7 +121,7 @@ class Accelerator:
     """One accelerator among others, in plain numbers.
 
     Args:
-        name: of the machine.
+        name: of the machine and of its device, by which its kernels are known.
         peak: dtype -> FLOP/s of the data sheet.
         matmul: dtype -> FLOP/s that a large product reaches when nothing else runs.
         stream: byte/s of the main memory.
@@ -190,7 +190,7 @@ def gpu_of(machine: Machine) -> Accelerator:
     either = near or far
     rates = {**device.peak_flops, **device.matmul_flops}
     return Accelerator(
-        name=machine.name,
+        name=f"{machine.name}, {device.name}",
         peak=tuple(sorted(device.peak_flops.items())),
         matmul=tuple(sorted(rates.items())),
         stream=main.read_bandwidth,

@@ -27,8 +27,8 @@ _NEAREST = (
     (r"B300", "b300_sxm"),
     (r"B200", "b200_sxm"),
     (r"H200|GH200", "h200_sxm"),
-    (r"RTX[ -]?PRO|50[789]0", "rtx_pro_6000_server"),
-    (r"L40|L4\b|40[6789]0|Ada", "l40s"),
+    (r"RTX[ -]?PRO|50[789]0|GB10\b", "rtx_pro_6000_server"),
+    (r"L40|L4\b|40[6789]0|\bAda\b", "l40s"),
     (r"A100|A800|A40|A30|A10\b|A6000|30[6789]0|V100|T4\b", "a100_sxm"),
 )
 # Kernels of experts that take the same weights; the fastest one runs.

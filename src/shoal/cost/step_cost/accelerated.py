@@ -168,13 +168,11 @@ class AcceleratedStepCost:
                 pairs += length * before
         step = _Step(
             max(1.0, (decodes + tokens) / many),
-            max(1.0, decodes / many) if decodes else 0.0,
-            keys / decodes + 1.0 if decodes else 0.0,
-            *(
-                (tokens * tokens / squares / many, squares / tokens, pairs / tokens)
-                if tokens
-                else ()
-            ),
+            decodes=max(1.0, decodes / many) if decodes else 0.0,
+            before=keys / decodes + 1.0 if decodes else 0.0,
+            prompts=tokens * tokens / squares / many if tokens else 0.0,
+            length=squares / tokens if tokens else 0.0,
+            behind=pairs / tokens if tokens else 0.0,
         )
         tokens += decodes
         return self._terms(step, float(max(1, tokens)), max(1.0, len(chunks) / many))
