@@ -273,7 +273,7 @@ def plan(place: Path, steps: int, memory: Mapping[str, Any] | None) -> Any:
     from shoal.cost.training.step import estimate
     from shoal.ir import TrainJob, TrainPlan, Work
     from shoal.machine.described import load
-    from shoal.train.run import with_kernels
+    from shoal.train.planning import with_kernels
 
     corpus = place / "corpus"
     if not corpus.exists():

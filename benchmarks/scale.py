@@ -250,7 +250,7 @@ def starting(worlds: tuple[int, ...]) -> Iterator[Measured]:
 class Endless:
     """Tokens enough for a global batch of any world; see TokenSplit."""
 
-    name = "train"
+    name, learned = "train", None
 
     def __len__(self) -> int:
         return 10**12

@@ -16,8 +16,6 @@ import psutil
 
 from shoal.core.scratch import SHARED_MEMORY, left_behind
 
-__all__ = ["MARK", "SHOAL", "WAIT_S", "Command", "WrongError", "marked", "until"]
-
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 MARK = "MARK_OF_THE_SOAK"
 WAIT_S = 180.0

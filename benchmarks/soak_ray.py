@@ -19,8 +19,6 @@ from soak_command import MARK, SHOAL, WAIT_S, Command, WrongError, marked, until
 from soak_serving import NODE, Serving
 from soak_training import MODES, TRAIN, Training, digest, events
 
-__all__ = ["Cluster", "OnRay"]
-
 
 class Cluster:
     """Three nodes of a Ray cluster on this machine, each with one processor."""

@@ -21,8 +21,6 @@ from soak_command import WAIT_S, Command, WrongError, until
 if TYPE_CHECKING:
     from soak_ray import Cluster
 
-__all__ = ["NODE", "Serving"]
-
 NODE = "Ray node killed"
 KILLED = ("server killed", "router killed")  # no request outlives these
 QUESTIONS = ["import os\n", "def f(x):\n", "class A:\n", "for i in range(", "return ", "# a"]

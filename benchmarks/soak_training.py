@@ -22,8 +22,6 @@ from soak_command import Command, WrongError, until
 from shoal.checkpoint.branches import branches, place_of
 from shoal.checkpoint.store import Store
 
-__all__ = ["MODES", "TRAIN", "Training", "digest", "events"]
-
 STEPS = 60
 TRAIN = [
     *(

@@ -70,7 +70,7 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
         {"{{replica}}": f"max by (replica) (shoal:kv_cache_usage_perc{{{CHOSEN}}})"},
     ),
     (
-        "Prompt tokens found in the cache",
+        "Prefix cache hit rate",
         "percentunit",
         {"share": f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}"},
     ),

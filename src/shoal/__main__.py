@@ -16,8 +16,7 @@ def main() -> None:
     from shoal.app.cli import main as run
     from shoal.core.stopping import catch_signals
 
-    catch_signals()
-    run()
+    run(catch_signals)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from shoal.ir import Estimate, Interval, TrainJob, TrainPlan
 from shoal.machine.described import load
 from shoal.train.layout import RunDir
 from shoal.train.report import make_report, write_page
+from shoal.train.watch.recorder import Recorder
 
 BASE = "http://127.0.0.1:8642"
 PAGES = ("/", "/machine", "/runs", "/plans", "/explore", "/goodput", "/score", "/server", "/claims")
@@ -112,6 +113,34 @@ def make_run(
         write_page(result, RunDir(root))
         score.append(result, root)
     return run_id(root)
+
+
+MS = 1_000_000
+
+
+def fly(folder: Path, rank: int, world: int = 4, steps: int = 12, *, slow: int = -1) -> None:
+    """What a rank records that computes 10 ms a step, or 18 where it is slow, and then sums."""
+    folder.mkdir(parents=True, exist_ok=True)
+    now = [0]
+    recorder = Recorder(
+        folder / f"rank-{rank}.flight", rank, world, capacity=512, clock=lambda: now[0]
+    )
+    comm = recorder.name("comm::" + ",".join(map(str, range(world))))
+    op, tag = recorder.name("all_reduce"), recorder.name("gradients")
+    longest = 18 if slow >= 0 else 10
+    for number in range(steps):
+        recorder.step = number
+        base = 1 + number * (longest + 2)
+        now[0] = base * MS
+        with recorder.span("load"):
+            now[0] += MS
+        now[0] = (base + (18 if rank == slow else 10)) * MS
+        entered = recorder.enter(comm, op, tag, seq=number + 1, nbytes=1 << 16)
+        recorder.issued(entered)
+        recorder.waited(entered)
+        now[0] = (base + longest + 1) * MS
+        recorder.left(entered)
+    recorder.close()
 
 
 def settings(home: Path, **changes: object) -> DashboardSettings:

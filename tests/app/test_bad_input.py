@@ -12,7 +12,8 @@ import yaml
 from typer.testing import CliRunner
 
 from shoal.app.cli import app
-from shoal.core.errors import ShoalError
+from shoal.app.show import wait_until_quiet
+from shoal.core.errors import NoisyMachineError, ShoalError
 from shoal.machine.described import load
 
 RUN = CliRunner()
@@ -196,6 +197,25 @@ def test_a_plan_for_another_machine_can_be_launched_there() -> None:
     assert done.exit_code == 0, done.output
 
 
+def test_a_plan_has_the_settings_of_its_job() -> None:
+    words = ["plan", "train", "shoal-4m", "-m", "laptop", "--tokens", "9M", "--out", "plan.yaml"]
+    assert RUN.invoke(app, words).exit_code == 0
+    given = ("--lr=1e-3", "--steps=3", "--mesh=dp=2", "--set=seed=2")
+    named = ("--lr", "parallel", "--steps", "--set", "shoal plan train --out", "leave")
+    refused("train", "--plan", "plan.yaml", *given, parts=named)
+    Path("job.yaml").write_text("model: shoal-4m\nsteps: 2\n")
+    refused("train", "job.yaml", "--plan", "plan.yaml", parts=("a job with --plan",))
+    refused("run", "train", "--plan", "plan.yaml", "--model=shoal-8m", parts=("--model with",))
+    refused("run", "train", "x", "--plan", "plan.yaml", parts=("a job with --plan",))
+
+
+def test_an_architecture_is_one_of_them() -> None:
+    for given in ("{residual: ladder, streams: 4}", "{residual: {every: 3}}"):
+        Path("job.yaml").write_text(f"model: shoal-4m\nsteps: 2\narchitecture: {given}\n")
+        refused("train", "job.yaml", "--dry-run", parts=("expected", "residual"))
+        refused("run", "train", "job.yaml", "--dry-run", parts=("expected", "residual"))
+
+
 def test_what_is_no_plan_is_not_run() -> None:
     Path("plan.yaml").write_text("model: shoal-4m\n")
     refused("train", "--plan", "plan.yaml", parts=("not a plan", "shoal plan train --out"))
@@ -210,7 +230,7 @@ def test_what_is_no_plan_is_not_run() -> None:
         (b"\n\nhello\nworld\n", "auto", ("run.log, line 3: 'hello'", "--format")),
         (bytes(range(256)) * 9, "auto", ("run.log, line 1: not text", "--format")),
         (b"a,b\n1,2\n", "auto", ("run.log, line 1: 'a,b'", "torchtitan")),
-        (b"hello\n", "torchtitan", ("run.log, line 1", "no log of torchtitan")),
+        (b"hello\n", "torchtitan", ("run.log, line 1", "not a log of torchtitan")),
         (b"\0\1\2" * 99, "tensorboard", ("run.log, record 1", "another file")),
         (b"not json\n", "wandb", ("run.log, line 1: 'not json'", "not JSON")),
         (b"hello\n", "nope", ("--format = 'nope'", "torchtitan")),
@@ -226,3 +246,28 @@ def test_a_log_that_is_none_names_its_line(
 
 def test_a_key_of_the_demos_job_is_checked_before_anything_is_done() -> None:
     refused("demo", "--set", "steppes=1", parts=("--set steppes", "no such key", "steps"))
+
+
+@pytest.mark.parametrize("words", ["train", "run train", "run cluster"])
+def test_nothing_to_resume_is_refused(words: str) -> None:
+    refused(
+        *words.split(),
+        "--dir",
+        "nowhere",
+        "--resume",
+        parts=("nowhere: contains no run to resume", f"shoal {words} --dir nowhere"),
+    )
+    refused(*words.split(), "--resume", parts=(f"shoal {words} --dir DIR --resume",))
+
+
+def test_a_busy_machine_is_waited_for_aloud(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is waited for, how long, and the flag; in the words of the error too."""
+    monkeypatch.setattr("shoal.core.measure.noise_reasons", lambda: ["a compiler runs"])
+    with pytest.raises(NoisyMachineError, match=r"a compiler runs; .*--anyway"):
+        wait_until_quiet(anyway=False, wait_s=0.05)
+    said = capfd.readouterr().err
+    assert "waiting up to 0 s for a quiet machine: a compiler runs; --anyway" in said
+    assert "0 s left" in said
+    wait_until_quiet(anyway=True)

@@ -64,7 +64,7 @@ def test_verdicts_and_their_status(
     alone = tmp_path / "alone.py"
     text = (EXAMPLES / "ddp.py").read_text()
     alone.write_text(text.replace("return DistributedDataParallel(model)", "return model"))
-    assert shoal(monkeypatch, alone, "--json") == 1
+    assert shoal(monkeypatch, alone, "-o", "json") == 1
     verdict = json.loads(capsys.readouterr().out)
     assert not verdict["equal"] and verdict["first"] == "0.weight"
     assert verdict["findings"][0]["kind"] == "missing_reduction"

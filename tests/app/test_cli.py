@@ -36,7 +36,8 @@ def refused(done: shoal_command.Completed, *parts: str) -> None:
     "old", ["plan tune Qwen3-8B -q", "bench planes --quick", "study duo routed", "plan decode x"]
 )
 def test_an_old_spelling_says_the_new_one(home: Path, old: str) -> None:
-    refused(shoal(home, *old.split()), f"{old.split()[1]}: now shoal explain {old.split()[1]}")
+    name = old.split()[1]
+    refused(shoal(home, *old.split()), f"{name}: renamed to shoal explain {name}")
 
 
 def test_help_and_version(home: Path) -> None:
@@ -84,7 +85,8 @@ def test_plan_ranks_and_saves(home: Path, tmp_path: Path) -> None:
     assert len(plans) == 3
     steps = [plan["estimate"]["step_s"] for plan in plans]
     assert all(step["low"] < step["value"] < step["high"] for step in steps)
-    assert steps[0]["value"] == min(step["value"] for step in steps)
+    # Of plans that are within a hundredth of the fastest, the plainest is first.
+    assert steps[0]["value"] <= 1.01 * min(step["value"] for step in steps)
     assert plans[0]["fits"]
     assert plans[0]["estimate"]["usd"]["value"] > 100
     saved = yaml.safe_load(out.read_text())
@@ -111,7 +113,7 @@ def test_plan_ranks_and_saves(home: Path, tmp_path: Path) -> None:
         (("train", "--launch", "pbs"), ("torchrun, slurm, kubernetes",)),
         (("model", "ls", "no-such-dir"), ("no-such-dir",)),
         (("claims", "run", "disect"), ("did you mean 'dissect'",)),
-        (("claims", "run"), ("no claim named",)),
+        (("claims", "run"), ("no claim is named",)),
     ],
 )
 def test_what_is_wrong_is_said(home: Path, words: tuple[str, ...], parts: tuple[str, ...]) -> None:
@@ -178,8 +180,22 @@ def test_claims_list_has_every_row(home: Path) -> None:
     assert {"id", "name", "room", "status", "evidence", "threshold", "measured"} <= set(rows[0])
 
 
+def test_claims_list_fits_80_columns_and_leaves_out_what_is_planned(home: Path) -> None:
+    text = shoal(home, "claims", "list").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert " planned " not in text.split("planned,")[0] and "85 have no result" in text
+    names = [line.split()[0] for line in text.splitlines()[3:-3] if line.strip()]
+    more = shoal(home, "claims", "list", "--all").stdout
+    assert len(more.splitlines()) > len(text.splitlines()) + 80 and len(names) > 40
+    whole = shoal(home, "claims", "list", "-v", "--status", "works", "--room", "serve").stdout
+    assert "needs >=" in whole and "(mechanism)" in whole
+    refused(shoal(home, "claims", "list", "--status", "foo"), "falls_short", "planned")
+
+
 def test_score_and_doctor(home: Path) -> None:
     assert "no runs yet" in shoal(home, "score").stdout
+    text = shoal(home, "doctor").stdout
+    assert max(map(len, text.splitlines())) <= 160 and "probe: run" in text
     checks = json.loads(shoal(home, "doctor", "-o", "json").stdout)
     assert {"python", "torch", "compiler"} <= {check["name"] for check in checks}
 

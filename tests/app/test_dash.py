@@ -1,18 +1,15 @@
-"""The dashboard: what its pages show, and how it is in a real browser."""
+"""The dashboard: what its pages show."""
 
 import contextlib
 import http.client
 import json
 import os
 import re
-import shutil
 import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -33,6 +30,7 @@ from dash_home import (
     step,
     write_events,
 )
+from dash_serve import Serve, serving
 from starlette.testclient import TestClient
 
 from shoal.app.commands.dash import dash
@@ -47,81 +45,16 @@ from shoal.train.runs import Events
 pytestmark = pytest.mark.usefixtures("environment")
 
 
-class Serve(BaseHTTPRequestHandler):
-    """As much of ``shoal serve`` as the dashboard asks."""
-
-    asked: list[dict[str, object]] = []
-    keys: set[str] = set()
-    gone = threading.Event()
-
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
-
-    def _say(self, status: int, text: str, kind: str = "application/json") -> None:
-        self.send_response(status)
-        self.send_header("content-type", kind)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def do_GET(self) -> None:
-        self.keys.add(self.headers.get("authorization", ""))
-        if self.path == "/health":
-            self._say(200, '{"status": "ok"}')
-        elif self.path == "/v1/models":
-            self._say(200, '{"data": [{"id": "tiny", "max_model_len": 400}]}')
-        elif self.path == "/metrics":
-            self._say(
-                200,
-                '# HELP x\nshoal:num_requests_running{model_name="tiny"} 2.0\n'
-                'shoal:generation_tokens_total{model_name="tiny"} 1234.0\n'
-                'shoal:time_to_first_token_seconds_sum{model_name="tiny"} 3.0\n'
-                'shoal:time_to_first_token_seconds_count{model_name="tiny"} 30.0\n',
-                "text/plain",
-            )
-        else:
-            self._say(404, '{"error": {"message": "nothing here"}}')
-
-    def do_POST(self) -> None:
-        raw = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.asked.append(raw)
-        text = raw["messages"][-1]["content"]
-        if "refuse" in text:
-            self._say(429, '{"error": {"message": "too many requests"}}')
-            return
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.end_headers()
-        pieces = ("You said: ", text, " <b>&")
-        if "endless" in text:
-            pieces = ("on and on ",) * 10_000
-            self.gone.clear()
-        for piece in pieces:
-            event = {"choices": [{"delta": {"content": piece}}]}
-            try:
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-                self.wfile.flush()
-            except OSError:
-                self.gone.set()
-                return
-            if len(pieces) > 3:
-                time.sleep(0.01)
-        if "break" not in text:
-            self.wfile.write(b"data: [DONE]\n\n")
-
-
 @pytest.fixture(scope="module")
 def upstream():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Serve)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Upstream(f"http://127.0.0.1:{server.server_port}", KEY)
-    server.shutdown()
-    server.server_close()
+    with serving() as port:
+        yield Upstream(f"http://127.0.0.1:{port}", KEY)
 
 
 # Pages
 
 
-@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize("path", [*PAGES, "/compare"])
 def test_every_page_is_whole_and_accessible(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 200, answer.text
@@ -152,21 +85,68 @@ def test_overview_and_runs_tell_states_and_numbers(client: TestClient, home: Pat
     none = client.get("/runs", params={"q": "<script>"}).text
     assert "&lt;script&gt;" in none and "<script>" not in none.replace("<script src=", "")
     overview = client.get("/").text
-    assert "1 running now" in overview and "step time" in overview and "planned" in overview
+    assert "1 running now" in overview and "step time" in overview and "papers" in overview
 
 
 def test_a_run_shows_curves_and_prediction_beside_measurement(
     client: TestClient, home: Path
 ) -> None:
-    page = client.get(f"/runs/{run_id(home / 'runs' / 'done')}").text
-    for title in ("Loss", "Tokens per second", "Model FLOPs utilisation", "Memory of rank 0"):
-        assert f"<title>{title}</title>" in page
-    assert "step 30 of 30" in page and "20 ms" in page and "21 ms" in page
+    address = f"/runs/{run_id(home / 'runs' / 'done')}"
+    page = client.get(address).text
+    assert f'data-plots="{address}/curves"' in page and "The curves as a table" in page
+    drawn = {one["title"]: one for one in client.get(f"{address}/curves").json()["plots"]}
+    assert list(drawn) == [
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+        "Tokens per second",
+        "Model FLOPs utilisation",
+        "Memory of rank 0",
+    ]
+    training, held_out = drawn["Loss"]["series"]
+    assert drawn["Loss"]["at"] == [float(x) for x in range(31)] and held_out["points"]
+    assert training["values"] == [*(7.0 / (1 + x) for x in range(30)), None]
+    assert held_out["values"] == [None] * 30 + [1.5]
+    rate = drawn["Tokens per second"]
+    assert rate["series"][1]["dashed"] and rate["bands"][0]["colour"] == 1
+    assert rate["bands"][0]["low"][0] < 4096 / 0.02 < rate["bands"][0]["high"][0]
+    part = client.get(f"{address}/curves", params={"from": 9.5, "to": 12}).json()["plots"]
+    assert part[0]["at"] == [10.0, 11.0, 12.0]
+    assert part[3]["at"] == [9.5, 10.0, 11.0, 12.0]  # what was predicted fills the window
+    assert part[3]["bands"][0]["low"][::3] == rate["bands"][0]["low"][:1] * 2
+    odd = client.get(f"{address}/curves", params={"from": "x", "to": "nan"}).json()["plots"]
+    assert odd[0]["at"] == drawn["Loss"]["at"]
+    assert "step 30 of 30" in page and "20.0 ms" in page and "21 ms" in page
     assert "report.html" in page and "def &lt;script&gt;main():" in page
     assert "data-live=" not in page
     old = client.get("/runs/report-3")
     assert old.status_code == 200 and "before" in old.text
     assert client.get("/runs/0123456789abcdef").status_code == 404
+
+
+def test_two_runs_stand_side_by_side(client: TestClient, home: Path) -> None:
+    a, b = (run_id(home / "runs" / name) for name in ("done", "alive"))
+    page = client.get("/compare", params={"a": a, "b": b}).text
+    assert f'A: <a href="/runs/{a}">done</a>' in page
+    assert f'B: <a href="/runs/{b}">alive</a>' in page
+    assert "30 of 30" in page and "7 of 30" in page
+    assert "<code>model</code>" in page and "shoal-8m" in page and "<code>seed</code>" not in page
+    assert page.count(" selected>") == 2 and "live.js" in page  # one of them goes on
+    drawn = client.get("/compare/curves", params={"a": a, "b": b}).json()["plots"]
+    assert [line["name"] for line in drawn[0]["series"]] == [
+        "A: done",
+        "B: alive",
+        "A: done, held-out",
+    ]
+    assert drawn[0]["series"][1]["values"][5:9] == [7.0 / 6, 1.0, None, None]
+    part = client.get("/compare/live", params={"a": a, "b": b})
+    assert part.headers["x-run-state"] == "running" and "<h1" not in part.text
+    same = client.get("/compare", params={"a": a, "b": a}).text
+    assert "both jobs have the same choices" in same
+    half = client.get("/compare", params={"a": a}).text
+    assert half.count(" selected>") == 1 and "Side by side" not in half
+    for query in ({"a": a, "b": "0123456789abcdef"}, {"a": "<b>", "b": b}):
+        assert client.get("/compare", params=query).status_code == 404
 
 
 def test_a_live_run_gives_its_changing_part_alone(client: TestClient, home: Path) -> None:
@@ -177,13 +157,13 @@ def test_a_live_run_gives_its_changing_part_alone(client: TestClient, home: Path
     assert part.headers["x-run-state"] == "running"
     assert "<html" not in part.text and "step 7 of 30" in part.text
     assert "Measured so far" in part.text
-    so_far = re.search(r"time in steps.*", part.text)
+    so_far = re.search(r"time of all steps.*", part.text)
     assert so_far is not None and "%" not in so_far[0]  # it is not over yet
     write_events(root, step(7, loss="nan"), more=True)
     with (root / "events.jsonl").open("a") as file:
         file.write("no event\n" + '{"kind": "step", "st')  # the last line is being written
     part = client.get(f"/runs/{run_id(root)}/live").text
-    assert "step 8 of 30" in part and "1 lines of its events are no events" in part
+    assert "step 8 of 30" in part and "1 invalid lines of its events were skipped" in part
     write_events(root, start(), *map(step, range(7)))  # as before, for the others
 
 
@@ -218,10 +198,19 @@ def test_plans_of_runs_and_files(home: Path, tmp_path: Path) -> None:
 
 
 def test_score_filters_by_quantity(client: TestClient) -> None:
-    page = client.get("/score").text
-    assert "Step time" in page and "Tokens per second" in page
+    assert 'data-plots="/score/curves"' in client.get("/score").text
+    drawn = {one["title"]: one for one in client.get("/score/curves").json()["plots"]}
+    assert {"Step time", "Tokens per second"} <= set(drawn)
+    time_ = drawn["Step time"]
+    assert time_["log"] == [True, True] and time_["at"] == sorted(time_["at"])
+    points, agree = time_["series"]
+    assert not points["line"] and len(time_["at"]) == len(points["values"])
+    # What does not count in the score is not drawn.
+    measured = [y for y in points["values"] if y is not None]
+    assert sorted(measured) == pytest.approx([21.0, 25.0])
+    assert agree["dashed"] and time_["bands"][0]["colour"] == 1
     only = client.get("/score", params={"quantity": "memory_bytes"}).text
-    assert "MiB" in only and "48 MiB" in only
+    assert "MB" in only and "MiB" not in only
     assert client.get("/score", params={"page": "99999", "quantity": "x"}).status_code == 200
 
 
@@ -277,7 +266,6 @@ def test_an_edited_results_file_is_shown_as_such(home: Path, tmp_path: Path) -> 
     page = client.get("/claims").text
     assert "badge-edited" in page
     assert "edited after it was written" in page or "does not follow from its samples" in page
-    assert "badge-edited" in client.get("/").text
     only = client.get("/claims/status/edited").text
     assert "1 of 146 papers" in only
     row = re.search(r'href="(/claims/\d+)">LearningCurves', only)
@@ -293,7 +281,15 @@ def test_without_anything_each_page_says_what_to_do(
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     client = client_of(DashboardSettings(results=tmp_path / "none"))
-    first = ("shoal probe", "shoal probe", "shoal train", "--out", "16xH100", "4xH100", "none yet")
+    first = (
+        "shoal probe",
+        "shoal probe",
+        "shoal train",
+        "--out",
+        "16xH100",
+        "4xH100",
+        "No scores yet",
+    )
     for path, result in zip(PAGES, (*first, "shoal serve", "146"), strict=True):
         answer = client.get(path)
         assert answer.status_code == 200 and result in answer.text, path
@@ -325,7 +321,7 @@ def test_server_page_and_chat_go_through_the_dashboard(home: Path, upstream: Ups
     client = client_of(settings(home, server=upstream))
     page = client.get("/server").text
     assert "ready" in page and "tiny" in page and "1,234" in page and "100 ms" in page
-    assert "requests being answered" in page
+    assert "running requests" in page
     own = {"origin": BASE}
     said = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
     answer = client.post(CHAT, json=said, headers=own)
@@ -417,8 +413,9 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 # The command
 
 
-def test_the_command_prints_its_address_and_ends(home: Path) -> None:
-    words = [sys.executable, "-m", "shoal", "dash", "--no-open", "--port", "0"]
+def test_the_command_prints_its_address_and_ends(home: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "shoal", "dash", "--no-open", "--results", str(tmp_path)]
+    words += ["--port", "0"]
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )
@@ -447,129 +444,3 @@ def test_the_command_refuses_what_is_not_there() -> None:
     for given in ({"runs": [Path("nowhere")]}, {"plan": [Path("none.yaml")]}, {"server": "here"}):
         with pytest.raises(ConfigError, match=f"--{next(iter(given))}"):
             dash(**{"runs": None, "plan": None, "server": None, **plain, **given})
-
-
-# A real browser
-
-
-@pytest.mark.slow
-def test_in_a_real_browser(home: Path, upstream: Upstream, tmp_path: Path) -> None:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("no chromium on this machine; install it with: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api")
-    listening = socket.create_server(("127.0.0.1", 0))
-    origin = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    chosen = settings(home, server=upstream)
-    with running(chosen, listening), playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        log: list[str] = []
-        errors: list[str] = []
-
-        def opened(**options: object):
-            context = browser.new_context(**options)
-            page = context.new_page()
-            page.set_default_timeout(10_000)
-            page.on("request", lambda request: log.append(request.url))
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on(
-                "console",
-                lambda m: errors.append(m.text) if m.type in ("error", "warning") else None,
-            )
-            page.goto(f"{origin}/?token={chosen.access.token}")
-            page.wait_for_url(f"{origin}/")
-            return page
-
-        alive = f"/runs/{run_id(home / 'runs' / 'alive')}"
-        done = f"/runs/{run_id(home / 'runs' / 'done')}"
-        everything = (*PAGES, alive, done, f"/plans/{run_id(home / 'runs' / 'done')}")
-        page = opened(color_scheme="light", viewport={"width": 1280, "height": 900})
-        papers = {}
-        for path in everything:
-            page.goto(origin + path)
-            assert _overflow(page) <= 0, path
-            name = path.strip("/").replace("/", "-") or "overview"
-            for scheme in ("light", "dark"):
-                page.emulate_media(color_scheme=scheme)
-                page.screenshot(path=tmp_path / f"{name}-{scheme}.png")
-                papers[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert papers["light"] != papers["dark"]
-        page.get_by_role("button", name="Theme").click()  # system, then light
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == papers["light"]
-        page.get_by_role("button", name="Theme").click()
-        page.get_by_role("button", name="Theme").click()
-
-        _check_keyboard(page, origin)
-        _check_live(page, origin, alive, home / "runs" / "alive")
-        page.goto(f"{origin}{done}/report.html")
-        assert page.locator("svg").count() == 3
-
-        phone = opened(viewport={"width": 360, "height": 740}, reduced_motion="reduce")
-        for path in everything:
-            phone.goto(origin + path)
-            assert _overflow(phone) <= 0, path
-            name = path.strip("/").replace("/", "-") or "overview"
-            if path in ("/", alive):
-                phone.screenshot(path=tmp_path / f"{name}-phone.png")
-
-        alive_events = home / "runs" / "alive"
-        write_events(alive_events, start(), *map(step, range(7)))
-        beat(alive_events, 0.5)
-        plain = opened(java_script_enabled=False)
-        plain.goto(origin + alive)
-        plain.get_by_role("link", name="Reload").click()
-        plain.goto(f"{origin}/server")
-        plain.get_by_label("Your message").fill("no script")
-        plain.get_by_role("button", name="Send").click()
-        plain.get_by_text("You said: no script").wait_for()
-        browser.close()
-    assert errors == []
-    assert log and all(url.startswith(f"{origin}/") for url in log)
-
-
-def _overflow(page) -> int:
-    return page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
-
-
-def _check_keyboard(page, origin: str) -> None:
-    """By Tab alone: the skip link, each entry of the navigation, the chat."""
-    page.goto(f"{origin}/server")
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "skip"
-    focused = []
-    for _ in range(20):
-        page.keyboard.press("Tab")
-        result = "[document.activeElement.textContent.trim(), document.activeElement.id]"
-        text, identity = page.evaluate(result)
-        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-        assert outline != "none", text
-        focused.append(identity or text)
-        if identity == "message":
-            break
-    names = ["Overview", "Machine", "Runs", "Plans", "Explore", "Goodput"]
-    names += ["Score", "Server", "Claims"]
-    assert focused[1:10] == names and focused[-1] == "message"
-    page.keyboard.type("by keyboard")
-    page.keyboard.press("Control+Enter")
-    page.get_by_text("You said: by keyboard <b>&").wait_for()
-    page.get_by_text("The answer is complete.").wait_for()
-    assert page.evaluate("document.activeElement.id") == "message"
-    page.keyboard.type("refuse")
-    page.keyboard.press("Control+Enter")
-    page.get_by_role("alert").get_by_text("too many requests").wait_for()
-    page.goto(f"{origin}/runs")
-    page.keyboard.press("Tab")
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "main"
-
-
-def _check_live(page, origin: str, path: str, root: Path) -> None:
-    """A live run grows in the page without a reload."""
-    page.goto(origin + path)
-    page.evaluate("window.same = true")
-    assert page.get_by_text("step 7 of 30").is_visible()
-    stop = {"time": 9.0, "kind": "stop", "step": 11}
-    write_events(root, *map(step, range(7, 11)), stop, more=True)
-    page.get_by_text("This run is over: stopped.").wait_for()
-    assert page.get_by_text("step 11 of 30").is_visible()
-    assert page.evaluate("window.same") is True

@@ -26,7 +26,7 @@ def test_it_ranks_and_draws(client: TestClient) -> None:
     text = html.unescape(page.text)
     assert "cheapest of" in text
     assert text.count("<svg") >= 2
-    assert "memory of a rank" in text
+    assert "memory per rank" in text
     assert 'value="Qwen3-0.6B"' in text
     assert "What if" not in text
     value = client.get("/explore", params={**ASKED, "what_if": "1"})
@@ -43,9 +43,10 @@ def test_it_ranks_and_draws(client: TestClient) -> None:
         ({"machine": "8192xH100"}, "at most 4096 devices"),
         ({"objective": "speed"}, "time, cost, energy"),
         ({"planner": "oracle"}, "search"),
-        ({"seq_len": "-1"}, "a whole number from 1 to"),
+        ({"seq_len": "-1"}, "expected a number such as 300M"),
         ({"seq_len": "1000000"}, "the longest sequence of Qwen3-0.6B"),
-        ({"tokens": "many"}, "a whole number from 1 to"),
+        ({"tokens": "many"}, "expected a number such as 300M"),
+        ({"global_batch": "1000000"}, "a whole number from 1 to"),
         ({"machine": "<script>"}, "expected a name or a shorthand"),
     ],
 )

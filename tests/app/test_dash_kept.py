@@ -90,16 +90,21 @@ def test_damage_is_told(root: Path, tmp_path: Path) -> None:
 
 def test_the_page_of_a_run(root: Path, tmp_path: Path) -> None:
     more = [
-        {**step(30 + n), "tier_bytes": {"device": (n + 1) * 2**20, "disk": 8 * 2**20, "<b>": "x"}}
+        {**step(30 + n), "tier_bytes": {"device": (n + 1) * 1e6, "disk": 8e6, "<b>": "x"}}
         for n in range(3)
     ]
     write_events(root, *more, more=True)
-    page = client_of(settings(tmp_path, runs=(root.parent,))).get("/runs").text
+    client = client_of(settings(tmp_path, runs=(root.parent,)))
+    page = client.get("/runs").text
     address = page.split('href="/runs/')[1].split('"')[0]
-    page = client_of(settings(tmp_path, runs=(root.parent,))).get(f"/runs/{address}").text
+    page = client.get(f"/runs/{address}").text
     assert "<h2>Checkpoints</h2>" in page and "not kept" in page and "250 ms" in page
-    assert "<title>Memory by tier</title>" in page and "device 3 MiB, disk 8 MiB" in page
-    assert "<b>" not in page.split("Memory by tier")[1].split("</figure>")[0]
+    tiers = client.get(f"/runs/{address}/curves").json()["plots"][-1]
+    assert (
+        tiers["title"] == "Memory by tier"
+        and "device 3.00 MB, disk 8.00 MB" in tiers["description"]
+    )
+    assert [line["values"] for line in tiers["series"]] == [[1.0, 2.0, 3.0], [8.0] * 3]
 
 
 def test_phases_of_every_rank_are_shown_and_the_slowest_is_marked(root: Path) -> None:

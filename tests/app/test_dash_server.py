@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from chromium import chromium
 from shoal.app.dash.guard import CHAT
+from shoal.app.status import status
+from shoal.core.errors import ServeError
 from shoal.serve.watch.moments import WINDOW_S, Watch
 from shoal.serve.watch.scrape import Scrape, quantile, share_below
 from shoal.serve.watch.upstream import Token, Upstream
@@ -84,6 +86,7 @@ class Serve(BaseHTTPRequestHandler):
         if data["messages"][-1]["content"] == "odd":
             events += [{"delta": {"content": "x"}, "logprobs": {"content": [{"token": "x"}]}}]
         self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
         self.end_headers()
         for event in events:
             self.wfile.write(f"data: {json.dumps({'choices': [event]})}\n\n".encode())
@@ -145,12 +148,15 @@ def test_an_empty_histogram_has_no_quantile() -> None:
 def test_a_page_adds_labels_and_passes_over_the_rest() -> None:
     page = Scrape.of(
         'shoal:a_total{replica="0",m="x}y"} 1\nshoal:a_total{replica="1",m="\\"}"} 2.5 123\n'
-        'vllm:a_total 7\nshoal:b{} nonsense\n# shoal:c 1\nshoal:k{replica="0"} 0.2\n'
+        'vllm:a_total 7\n# shoal:c 1\nshoal:k{replica="0"} 0.2\n'
         'shoal:k{replica="1"} 0.4\nshoal:h_bucket{le="0.1"} 3\nshoal:h_bucket{le="+Inf"} 4\n'
     )
     assert page.value("a_total") == 3.5 and page.mean("k") == pytest.approx(0.3)
     assert page.replicas == {"0", "1"} and page.buckets["h"] == {0.1: 3.0, math.inf: 4.0}
-    assert math.isnan(page.value("b")) and math.isnan(page.value("c"))
+    assert math.isnan(page.value("c"))
+    for text in ("<html>\n", "shoal:b{} nonsense\n", 'shoal:b{le="x"} 1\n', 'shoal:b{a="} 1\n'):
+        with pytest.raises(ServeError, match="expected a page of metrics"):
+            Scrape.of(text)
 
 
 # The last minutes
@@ -217,8 +223,8 @@ def test_a_server_that_goes_is_told_and_taken_up_again(
 @pytest.mark.parametrize(
     ("page", "key", "told"),
     [
-        (None, "", "wants its API key"),
-        (None, "another", "refuses the key"),
+        (None, "", "requires its API key"),
+        (None, "another", "rejects the key"),
         ("vllm:num_requests_running 1\n", KEY, "no metrics of Shoal"),
         ("<html>", KEY, "no metrics of Shoal"),
     ],
@@ -235,6 +241,23 @@ def test_what_is_wrong_with_a_server_is_said(
         assert "another" not in answer.text and KEY not in answer.text
 
 
+def test_the_status_of_a_server(
+    serve: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status("127.0.0.1", serve.server_port, KEY)
+    shown = capsys.readouterr().out
+    assert "running requests" in shown and "0.25" in shown
+    Serve.page = "<html>\n"
+    with pytest.raises(ServeError, match="has no metrics"):
+        status("127.0.0.1", serve.server_port, KEY)
+    with pytest.raises(ServeError, match=r"answered 401.*--api-key-file"):
+        status("127.0.0.1", serve.server_port, None)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(ServeError, match="no server at"):
+            status("127.0.0.1", free.getsockname()[1], None)
+
+
 # The pages
 
 
@@ -244,11 +267,17 @@ def test_the_changing_part_is_drawn(home: Path, upstream: Upstream) -> None:
     part = client.get("/server/live")
     assert part.headers["x-run-state"] == "running" and "<h1" not in part.text
     for text in (page, part.text):
-        assert "<title>Requests</title>" in text and "<title>Cache in use</title>" in text
-        assert "at last running 2 requests, waiting 1 requests" in text
-        assert "Time to the first token" in text and "Nothing to draw yet" in text
+        assert "✓</span> ready" in text and "running requests" in text
         assert KEY not in text
-    assert client_of(settings(home)).get("/server/live").status_code == 404
+    assert 'data-plots="/server/curves"' in page
+    drawn = {one["title"]: one for one in client.get("/server/curves").json()["plots"]}
+    assert "at last running 2 requests, waiting 1 requests" in drawn["Requests"]["description"]
+    assert drawn["Requests"]["cover"] == [[-60.0, 0.0], [0.0, 1.0]]
+    assert [line["values"][-1] for line in drawn["Requests"]["series"]] == [2.0, 1.0]
+    first = drawn["TTFT (time to first token)"]["series"]
+    assert all(set(line["values"]) == {None} and line["broken"] for line in first)
+    for path in ("/server/live", "/server/curves"):
+        assert client_of(settings(home)).get(path).status_code == 404
 
 
 def test_tokens_come_with_their_probabilities(home: Path, upstream: Upstream) -> None:
@@ -268,23 +297,18 @@ def test_tokens_come_with_their_probabilities(home: Path, upstream: Upstream) ->
     assert "75.0 %" in page and "Its tokens" in page and "<b>&" not in page
     requests["messages"] = [{"role": "user", "content": "odd"}]
     last = client.post(CHAT, json=requests, headers=headers).text.splitlines()[-1]
-    assert "sent what is no part of an answer" in json.loads(last)["error"]
+    assert "sent an invalid response" in json.loads(last)["error"]
 
 
 @pytest.mark.slow
 def test_in_a_real_browser(
     home: Path, serve: ThreadingHTTPServer, upstream: Upstream, tmp_path: Path
 ) -> None:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("no chromium on this machine; install it with: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api")
     listening = socket.create_server(("127.0.0.1", 0))
     origin = f"http://127.0.0.1:{listening.getsockname()[1]}"
     chosen = settings(home, server=upstream)
     errors: list[str] = []
-    with running(chosen, listening), playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    with running(chosen, listening), chromium() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 1000})
         page.set_default_timeout(15_000)
         page.on("pageerror", lambda error: errors.append(str(error)))
@@ -300,7 +324,7 @@ def test_in_a_real_browser(
         for value in (0.02, 0.03, 0.4):
             Serve.numbers.ttft.observe(value)
             Serve.numbers.gap.observe(value / 10)
-        page.locator("svg", has_text="Time to the first token").wait_for()
+        page.locator(".plot canvas").first.wait_for()
 
         page.get_by_label("Your message").fill("hello")
         page.get_by_role("button", name="Send").click()
@@ -334,5 +358,4 @@ def test_in_a_real_browser(
             page.goto(origin + path)
             wide = "document.documentElement.scrollWidth - window.innerWidth"
             assert page.evaluate(wide) <= 0, path
-        browser.close()
     assert errors == []

@@ -10,42 +10,15 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from dash_home import client_of, make_run, settings, start, step, write_events
+from dash_home import beat, client_of, fly, make_run, settings, start, step, write_events
 from starlette.testclient import TestClient
 
 from shoal.app.dash import timeline as module
+from shoal.app.dash.lanes import Lanes, LaneStay, PlaceHistory
 from shoal.cost.score import Score
 from shoal.train.runs import MAX_STORY, Events
-from shoal.train.watch.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("environment")
-
-MS = 1_000_000
-
-
-def fly(folder: Path, rank: int, world: int = 4, steps: int = 12, *, slow: int = -1) -> None:
-    """What a rank records that computes 10 ms a step, or 18 where it is slow, and then sums."""
-    folder.mkdir(parents=True, exist_ok=True)
-    now = [0]
-    recorder = Recorder(
-        folder / f"rank-{rank}.flight", rank, world, capacity=512, clock=lambda: now[0]
-    )
-    comm = recorder.name("comm::" + ",".join(map(str, range(world))))
-    op, tag = recorder.name("all_reduce"), recorder.name("gradients")
-    longest = 18 if slow >= 0 else 10
-    for number in range(steps):
-        recorder.step = number
-        base = 1 + number * (longest + 2)
-        now[0] = base * MS
-        with recorder.span("load"):
-            now[0] += MS
-        now[0] = (base + (18 if rank == slow else 10)) * MS
-        entered = recorder.enter(comm, op, tag, seq=number + 1, nbytes=1 << 16)
-        recorder.issued(entered)
-        recorder.waited(entered)
-        now[0] = (base + longest + 1) * MS
-        recorder.left(entered)
-    recorder.close()
 
 
 def fault(
@@ -108,7 +81,7 @@ def test_starts_faults_and_places_are_told(robust: tuple[TestClient, str, Path])
     page = answer.text
     assert "3 starts" in page
     assert "place 2 excluded; a spare took over" in page
-    assert "place 1 excluded; went on with 2 ranks" in page
+    assert "place 1 excluded; continued with 2 ranks" in page
     assert "✕ crash: excluded" in page
     assert "slow compute" in page
     assert "&lt;b&gt;was lost" in page
@@ -176,7 +149,7 @@ def test_damaged_and_huge_records_are_told_and_left_out(
     page = client.get(address, params={"start": 1}).text
     assert "rank-4.flight: left out" in page
     assert "rank-5.flight" in page
-    assert "more than a page reads" in page
+    assert "exceed the limit of this page" in page
     assert ">rank 3</text>" in page
     assert "rank-6" not in page
 
@@ -190,6 +163,73 @@ def test_many_steps_are_few_pieces(home: Path) -> None:
     # Two records a step in a ring of 512; each kind at most one piece a pixel.
     assert "Steps 244 to 499" in page or "Steps 245 to 499" in page
     assert page.count("<rect") < 3 * 1000
+
+
+def killed(score: Score, root: Path, *more: dict[str, object]) -> str:
+    """A run that was killed twice and resumed, with what followed."""
+    identity = make_run(score, root, end=None, report=False)
+    begin = {**start(), "ranks": 2}
+    write_events(
+        root,
+        {**begin, "time": 100.0},
+        *({**step(n), "time": 101.0 + n} for n in range(8)),
+        {**begin, "time": 200.0, "step": 5, "resumed": True},
+        *({**step(n), "time": 196.0 + n} for n in range(5, 12)),
+        {**begin, "time": 300.0, "step": 10, "resumed": True},
+        *({**step(n), "time": 291.0 + n} for n in range(10, 14)),
+        *more,
+    )
+    for rank in range(2):
+        fly(root / "ranks", rank, 2)
+    return f"/runs/{identity}/timeline"
+
+
+def test_a_run_that_was_killed_and_resumed(home: Path, client: TestClient) -> None:
+    end = {"time": 330.0, "kind": "end", "step": 30}
+    address = killed(Score(home / "score.db"), home / "runs" / "resumed", end)
+    page = client.get(address).text
+    rows = re.findall(r'<tr>\s*<th scope="row"><a href="[^"]*start=(\d)(.*?)</tr>', page, re.DOTALL)
+    assert [number for number, _ in rows] == ["1", "2", "3"]
+    first, second, third = (row for _, row in rows)
+    assert "✗</span> killed" in first and "0 to 7" in first and "resumed at step 5" in first
+    assert "✗</span> killed" in second and "5 to 11" in second and "resumed at step 10" in second
+    assert "finished" in third and "10 to 13" in third and "killed" not in third
+    assert page.count("◆ 1: killed") == 1 and "It failed" not in page
+    assert "Ranks in start 3" in page and ">rank 1</text>" in page
+    old = client.get(address, params={"start": 1}).text
+    assert "were replaced when the run was resumed" in old and ">rank 1</text>" not in old
+
+
+def test_the_timeline_of_a_failed_run_shows_its_error(home: Path, client: TestClient) -> None:
+    root = home / "runs" / "broken"
+    fault_ = fault(310.0, 13, "lost", 1)
+    address = killed(Score(home / "score.db"), root, fault_, {**start(), "time": 320.0})
+    fly(root / "faults" / "1", 0, 2)
+    beat(root, 30.0, rank=1)
+    message = {"type": "RankError", "message": "out of <memory>"}
+    for rank in range(2):
+        (root / "ranks" / f"rank-{rank}.error").write_text(json.dumps(message))
+    beat(root, 30.0)  # a rank that has left an error is not waited for
+    page = client.get(address).text
+    assert "4 starts" in page and "✗</span> failed" in page
+    assert page.count("rank-0, rank-1: out of &lt;memory&gt;") == 2  # above, and in the table
+    assert "✗</span> error" in page and "the run ended here" in page
+    # The records of the third start are those of the first fault.
+    third = client.get(address, params={"start": 3}).text
+    assert "crash" in third and ">rank 0</text>" in third and ">rank 1</text>" not in third
+    (root / "events.jsonl").unlink()  # it failed before its first event
+    page = client.get(address).text
+    assert "out of &lt;memory&gt;" in page and "has no events yet" in page
+
+
+def test_marks_of_the_clock_differ(home: Path) -> None:
+    for whole in (0.5, 4.0, 30.0, 5000.0, 4e5):
+        stays = [LaneStay(0, 1000.0, 1000.0 + whole, "a start")]
+        marks = re.findall(r'<text class="tl-note"[^>]*>([^<]+)<', PlaceHistory(stays).render())
+        assert len(marks) == len(set(marks)) == 5
+        lanes = Lanes(title="x", begin=0, end=int(whole * 1e9), lanes={0: []})
+        marks = re.findall(r'<text class="tl-note"[^>]*>([^<]+)<', lanes.render())
+        assert len(marks) == len(set(marks)) >= 4
 
 
 def test_a_run_without_records_says_why(home: Path, client: TestClient) -> None:

@@ -68,7 +68,7 @@ def test_rows_of_blocks(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_no_views(text: str) -> None:
-    with pytest.raises(ServeError, match="tells no views of workers"):
+    with pytest.raises(ServeError, match="has no views of workers"):
         read(text)
 
 

@@ -58,7 +58,7 @@ def test_what_was_measured_is_cited(drafter, tmp_path, monkeypatch):
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     costs = table(tmp_path, 1e-3, 1.2e-3, 1e-3)
     unknown = run("explain", "decode", str(drafter), "--costs", costs)
-    assert "no whole answers were measured on this machine" in unknown.output
+    assert "speculative decoding has not been measured on this machine" in unknown.output
     assert "shoal bench decode --model TARGET --methods medusa --drafter medusa=" in unknown.output
     rows = [
         MeasuredRow(method="medusa", batch=batch, speedup=speedup, low=speedup, high=speedup,

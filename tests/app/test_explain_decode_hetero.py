@@ -77,12 +77,12 @@ def test_the_best_is_a_snippet_that_a_serving_job_takes(words, tmp_path):
 
 def test_text_has_the_table_and_says_what_was_measured_and_what_estimated(words):
     shown = run(*words, "--memory-cap", "4GiB").output
-    assert "over plain" in shown and "of 4.0 GiB" in shown
+    assert "over plain" in shown and "of 4.29 GB" in shown
     assert "verify: measured steps of the host" in shown
     assert "draft: estimated by the cost model for 1xRTX-4090" in shown
     assert "link: 8 GB/s and 20 us a message (--link-gb-s, --link-us)" in shown
     assert "tokens/s: follows from these; nothing was run" in shown
-    assert "whole answers were not measured with such a device" in shown
+    assert "speculative decoding has not been measured with such a device" in shown
     snippet = yaml.safe_load("precision:" + shown.rpartition("precision:")[2])
     assert snippet["speculative"]["name"] == "dovetail"
     at = words.index("--costs")
@@ -127,10 +127,10 @@ def test_where_nothing_pays_plain_decoding_is_advised(words, tmp_path):
     ("changed", "message"),
     [
         ({"name": "medusa"}, "a drafter of kind medusa, and --hetero places those of kind"),
-        ({"calibration": []}, "no calibration, so nobody knows how often it is right; train it"),
-        ({"hidden": 64}, "trained for the hidden 64, and the target's is 4096; give --model"),
-        ({"target": "y"}, "trained for the target y, and the target's is x"),
-        ({"tokenizer": "y"}, "trained for the tokenizer y"),
+        ({"calibration": []}, "no calibration, so its acceptance rate is unknown; train it"),
+        ({"hidden": 64}, "trained for hidden 64, but the target has 4096; give --model"),
+        ({"target": "y"}, "trained for target y, but the target has x"),
+        ({"tokenizer": "y"}, "trained for tokenizer y"),
     ],
 )
 def test_other_drafters_are_named(changed, message, words, tmp_path):

@@ -20,7 +20,7 @@ def test_says_what_long_context_costs() -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     first = next(line.split() for line in lines if line.split()[:1] == ["4K"])
-    assert first[1:3] == ["937.5", "MiB"]
+    assert first[1:3] == ["983", "MB"]
     assert any(line.split()[:1] == ["10M"] for line in lines)
     assert "decode needs cache x 0.004" in done.stdout
     assert "window=4096" in done.stdout

@@ -38,7 +38,7 @@ def test_fuyou_explains_what_it_swaps() -> None:
     words = ("--policy", "fuyou", "--job", "{grad_clip: 0}", "--seq-len", "256", "--curve")
     shown = shoal(*words, "--budget", "device=2GiB,host=2GiB")
     assert shown.exit_code == 0, shown.output
-    assert "time of a step, and what binds it" in shown.stdout
+    assert "step time and bottleneck" in shown.stdout
     data = json.loads(shoal(*words, "-o", "json").stdout)
     assert len(data["curve"]) == 9
     assert data["chosen"]["seconds"] <= min(point["seconds"] for point in data["curve"])

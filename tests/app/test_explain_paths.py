@@ -22,7 +22,7 @@ def shoal(*words: object) -> Result:
 def test_shows_policies_fastest_first() -> None:
     done = shoal(*SMALL, "--policy", "ecmp", "--policy", "split")
     assert done.exit_code == 0, done.output
-    assert "all_reduce of 1e+09 B by ring" in done.stdout
+    assert "all_reduce of 1.00 GB by ring" in done.stdout
     assert done.stdout.index("split") < done.stdout.index("ecmp")
 
 

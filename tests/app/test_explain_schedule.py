@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def test_shows_makespan_bubble_what_is_held_and_who_does_what() -> None:
     assert "in flight" in done.stdout
     rows = done.stdout.splitlines()
     assert [int(row.split()[-1]) for row in rows if row.split()[1:2] == ["0"]][:1] == [4]
-    assert "3 .........F0-B0----F1-B1----" in done.stdout
+    assert "3 ......F0B0--F1B1--" in done.stdout
 
 
 @pytest.mark.parametrize("name", tuple(SCHEDULES))
@@ -141,3 +142,10 @@ def test_is_a_command_with_examples_and_needs_no_torch(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "vhalf.html").is_file()
+
+
+def test_the_timeline_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = shoal("zbv", "--microbatches", 40)
+    rows = [line for line in done.stdout.splitlines() if re.match(r"\d [.FBIW]", line)]
+    assert len(rows) == 4 and max(map(len, rows)) <= 80

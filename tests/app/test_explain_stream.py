@@ -32,7 +32,7 @@ def test_four_kernels_beside_c_and_the_probe() -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(("--elements", 0), "elements = 0"), (("--elements", 9, "--out", "."), "nothing is saved")],
+    [(("--elements", 0), "elements = 0"), (("--elements", 9, "--out", "."), "writes no files")],
 )
 def test_bad_input(words: tuple[object, ...], message: str) -> None:
     done = stream(*words)

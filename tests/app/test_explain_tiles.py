@@ -32,7 +32,7 @@ def test_recurrence_is_cut_over_the_cores() -> None:
     assert done.exit_code == 0, done.output
     assert "tiles of recurrence" in done.stdout
     assert "threads that share a head" in done.stdout
-    assert "the best there is, proved in" in done.stdout
+    assert "proven optimum in" in done.stdout
     assert solved("--hidden", 768, "--heads", 12, *SETS)["tiles"]["team"] == 1
     assert solved("--hidden", 256, "--heads", 1, *SETS)["tiles"]["team"] == 2
 

@@ -59,8 +59,8 @@ def test_a_run_becomes_rank_files_and_is_whole_again(run: Path, tmp_path: Path) 
     assert (same.returncode, same.stdout.strip()) == (0, "30 tensors, 0 of them differ")
     rows = json.loads(shoal("model", "ls", shared, "-o", "json").stdout)
     assert {row["dtype"] for row in rows} == {"F32"}
-    assert "a good universal: 30 tensors" in shoal("model", "verify", shared).stdout
-    assert "a good deepspeed: 30 tensors" in shoal("model", "verify", ranks).stdout
+    assert "valid universal: 30 tensors" in shoal("model", "verify", shared).stdout
+    assert "valid deepspeed: 30 tensors" in shoal("model", "verify", ranks).stdout
 
 
 @pytest.mark.slow

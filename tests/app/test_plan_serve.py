@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 import shoal_command
+from shoal.app.cli import app
 from shoal.ir import ServePlan
 from shoal.machine.described import load
 
@@ -40,7 +42,7 @@ def test_shows_competing_plans_and_what_binds(home: Path) -> None:
     for words in (
         "fcfs paged bf16",
         "prefill_first paged bf16",
-        "tokens/s",
+        "tok/s per device",
         "decode step",
         "seed 0",
     ):
@@ -95,9 +97,16 @@ def test_needs_no_torch(home: Path) -> None:
 
 def test_says_what_would_fit(home: Path) -> None:
     done = shoal(home, "Qwen3-4B", "--precision", "fp32", "--set", "max_position=8192")
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert "does not fit" in done.stdout
     assert "precision = bf16 would fit" in done.stdout
+
+
+@pytest.mark.parametrize("words", [(), ("-o", "json"), ("-o", "yaml")])
+def test_what_does_not_fit_exits_with_one(words: tuple[str, ...]) -> None:
+    line = ["plan", "serve", "Llama-3-70B", "-m", "1xA100", "--no-compare", *words]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 1, done.output
 
 
 @pytest.mark.parametrize(
@@ -116,7 +125,7 @@ def test_says_what_would_fit(home: Path) -> None:
         (("shoal-4m", "--set", "kv_tokens=64"), ("serve with more kv_tokens",)),
         (("shoal-4m", "--workload", "azure"), ("SHOAL_DATA", "github.com/Azure")),
         (("shoal-4m", "--workload", "trace"), ("--trace FILE",)),
-        (("shoal-4m", "--trace", "no.jsonl"), ("no.jsonl", "there is no such file")),
+        (("shoal-4m", "--trace", "no.jsonl"), ("no.jsonl", "no such file")),
         (("nowhere.yaml",), ("nowhere.yaml", "cannot be read")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,

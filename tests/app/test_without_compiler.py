@@ -72,7 +72,7 @@ def test_the_whole_path(bare: tuple[Path, dict[str, str]]) -> None:
     with subprocess.Popen(words, cwd=place, env=environment, text=True, **pipes) as server:
         try:
             url = server.stdout.readline().strip()
-            body = {"model": "export", "prompt": "word1 of", "max_tokens": 3, "temperature": 0}
+            body = {"model": "run", "prompt": "word1 of", "max_tokens": 3, "temperature": 0}
             request = urllib.request.Request(
                 f"{url}/v1/completions",
                 json.dumps(body).encode(),

@@ -36,7 +36,7 @@ def test_it_is_listed_and_verified(place: str) -> None:
     assert [row.name for row in listing(place)] == list(Store(place).open(20).names())
     assert "3 tensors" in call("ls", place)
     assert {row["name"] for row in json.loads(call("ls", place, "-o", "json"))} == set(tensors())
-    assert "a good run: 6 tensors" in call("verify", place)
+    assert "valid run: 6 tensors" in call("verify", place)
     assert find(f"{place}/step-00000020").steps == (20,)
     assert verify(f"{place}/step-00000020").tensors == 3
 

@@ -234,7 +234,7 @@ def test_too_little_memory_is_said_before_it_is_touched(monkeypatch: pytest.Monk
     needed = r"free host memory = '10000 bytes': expected 303104 bytes: 2 slots of 2 blocks and 1"
     with pytest.raises(CheckpointError, match=needed):
         one.open(spec, 0, [])
-    with pytest.raises(CheckpointError, match="nothing was opened"):
+    with pytest.raises(CheckpointError, match="nothing is open"):
         one.begin()
 
 

@@ -161,7 +161,7 @@ def _piece(table: dict[str, Any]) -> dict[str, Any]:
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a trillion elements": (
         lambda t: t["tensors"]["model.w"].update(shape=[10**6, 10**6]),
-        "nobody holds",
+        "no rank has",
     ),
     "a trillion elements in one piece": (
         lambda t: (
@@ -179,7 +179,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "bytes that do not fit": (lambda t: _piece(t).update(bytes=1), "cannot be"),
     "a foreign dtype": (lambda t: t["tensors"]["model.w"].update(dtype="X"), "unknown dtype"),
     "another dtype": (lambda t: t["tensors"]["model.w"].update(dtype="I32"), "not there as"),
-    "a changed meta": (lambda t: t["meta"].update(seed=8), "meta is not what was written"),
+    "a changed meta": (lambda t: t["meta"].update(seed=8), "meta has changed since it was written"),
     "a missing key": (lambda t: t.pop("step"), "not a possible index"),
     "another format": (lambda t: t.update(format="zip"), "not the index"),
 }
@@ -203,7 +203,7 @@ def _runs(table: dict[str, Any], run: list[int], **tensor: Any) -> None:
 FORGED_RUNS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a trillion elements": (
         lambda t: _runs(t, [0, 1, 1, 0, 0, 0, 0, 6, 5], shape=[10**6, 10**6]),
-        "nobody holds",
+        "no rank has",
     ),
     "a trillion boxes": (
         lambda t: _runs(t, [0, 1, 10**12, 0, 0, 1, 0, 1, 5], shape=[10**12, 5]),
@@ -229,7 +229,7 @@ FORGED_RUNS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         "not those of 1 ranks",
     ),
     "a foreign dtype": (lambda t: t["tensors"]["model.w"].update(dtype="X"), "unknown dtype"),
-    "a changed meta": (lambda t: t["meta"].update(seed=8), "meta is not what was written"),
+    "a changed meta": (lambda t: t["meta"].update(seed=8), "meta has changed since it was written"),
     "a missing key": (lambda t: t.pop("step"), "not a possible index"),
     "another format": (lambda t: t.update(format="zip"), "not the index"),
 }
@@ -322,7 +322,7 @@ def test_a_step_without_its_index_is_none(tmp_path: Path) -> None:
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         assert checkpoints.steps() == (1,)
     assert store.unfinished() == (2,)
-    # Whoever goes on from step 1 hears of it, and asking for it says what is missing.
+    # Whoever continues from step 1 hears of it, and asking for it says what is missing.
     step, result, reports = nearest([store])
     assert (step, result) == (1, [0])
     assert [(one.step, one.state) for one in reports] == [(2, "passed_over")]

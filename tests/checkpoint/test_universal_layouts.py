@@ -1,4 +1,4 @@
-"""Two hundred pairs of layouts: a state that is cut for one and then for the other is the same."""
+"""Pairs of layouts: a state that is cut for one and then for the other is the same."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def layouts(draw, num_layers, experts):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn=SHAPES, data=st.data())
 def test_pairs_of_layouts(drawn, data):
     model = model_of(dict(drawn))

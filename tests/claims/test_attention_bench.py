@@ -161,7 +161,7 @@ def test_a_kernel_that_needs_too_much_memory_is_a_row() -> None:
     greedy.held_bytes = lambda mask, heads: 2**60
     (row,) = kernel_rows({"greedy": greedy}, "full", Mask.full(LENGTH), _settings())
     assert row.status == "unsupported"
-    assert "GiB are free" in row.reason
+    assert "GB are free" in row.reason
 
 
 def test_reference_is_the_definition() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import forked_children
 from shoal.claims.check.protocols import CheckSettings, CheckVerdict
 from shoal.claims.check.run import check
 from shoal.core.errors import ConfigError, RankError
@@ -119,6 +120,7 @@ def test_a_hanging_and_a_dying_rank_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(forked_children, "MODULES", ())  # command lines are looked at below
     late = "def loss(model, x):\n    if second: time.sleep(600)\n    return model(x).sum()\n"
     with pytest.raises(RankError, match=r"rank 1 of 2 .* hangs: .* step 0: loss\(\)"):
         check(CheckSettings(file=write(tmp_path, late), timeout_s=8))

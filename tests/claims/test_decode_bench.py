@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from own_home import own_home
+
 torch = pytest.importorskip("torch")
 
 from shoal.app.cli import app  # noqa: E402
@@ -116,7 +118,7 @@ def test_rows_are_kept_and_drawn(tmp_path, monkeypatch):
     from shoal.model.drafters.files import fingerprint as target_of
     from shoal.plan.serving.decode_measured import find
 
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SHOAL_HOME", own_home(tmp_path / "home"))
     place = tmp_path / "target"
     huggingface.write(place, random(CONFIG, 1), None)
     rows = [row(PLAIN, 1, 1.0), row("medusa", 1, 1.6), row("duo", 1, 2.0, None)]

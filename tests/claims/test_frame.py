@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from shoal.claims import frame
 from shoal.claims.frame import ClaimRun, paired, wire_bytes
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.claims.protocols import ExperimentContext
@@ -31,7 +34,7 @@ def test_everything_collected_is_in_the_samples(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     run.put("a", 2, 4, bound=8.0)
     run.put_peer("a", [2.0], [4.0])
-    run.skip("no GPU", "b", "c")
+    assert run.lacks("no GPU", "b", "c") and not run.lacks(None, "a")
     run.details |= {"by_size": {1: (2, 3)}}
     run.profile = "all of it"
     samples = run.samples()
@@ -55,6 +58,32 @@ def test_the_aa_run_has_the_baseline_in_the_place_of_the_method(tmp_path: Path) 
     assert (run.pick("ours", "theirs"), again.pick("ours", "theirs")) == ("ours", "theirs")
     with pytest.raises(KeyError, match="nobody"):
         again.arms(arms, {"other": "nobody"})
+
+
+def test_an_arm_that_is_its_own_baseline_is_refused(tmp_path: Path) -> None:
+    def work() -> None:
+        pass
+
+    with pytest.raises(ConfigError, match="a and b are one and the same arm"):
+        run_of(tmp_path).race({"a": work, "b": work}, 1, swaps={"a": "b"})
+
+
+def test_each_baseline_stands_in_the_place_of_the_method_in_its_own_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_turn(arms: Any, rounds: int, **_: Any) -> Any:
+        return SimpleNamespace(seconds={name: (arm(),) * rounds for name, arm in arms.items()})
+
+    monkeypatch.setattr(frame, "interleave", in_turn)
+    arms = {"ours": lambda: 1.0, "slow": lambda: 3.0, "slower": lambda: 5.0}
+    pairs = {"over_slow": ("ours", "slow"), "over_slower": ("ours", "slower")}
+    run, again = run_of(tmp_path), run_of(tmp_path, as_baseline=True)
+    assert run.versus(arms, pairs, 5).keys() == arms.keys()
+    assert run.metrics["over_slow"] == paired([1.0] * 5, [3.0] * 5)
+    assert run.metrics["over_slower"] == paired([1.0] * 5, [5.0] * 5)
+    assert len(again.versus(arms, pairs, 5)) == 5
+    assert again.metrics["over_slow"] == paired([3.0] * 5, [3.0] * 5)
+    assert again.metrics["over_slower"] == paired([5.0] * 5, [5.0] * 5)
 
 
 def test_arms_race_in_turn_with_their_threads(tmp_path: Path) -> None:

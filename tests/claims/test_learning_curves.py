@@ -33,7 +33,8 @@ def test_quick_run_works_and_fails_with_the_baseline(tmp_path):
     claim, context = LearningCurves(), ExperimentContext(work_dir=tmp_path)
     samples = claim.run(context, quick=True)
     replaced = claim.run(context, quick=True, as_baseline=True)
-    assert judge(claim.metrics, samples, aa=replaced, quick=True).status == "works"
+    verdict = judge(claim.metrics, samples, aa=replaced, quick=True)
+    assert verdict.status == "modelled", verdict.reason  # planted curves and known rates
 
 
 @pytest.mark.slow
@@ -89,7 +90,6 @@ def test_laws_of_a_made_up_grid(tmp_path):
         number = {"min": min, "max": max, "value": np.median}[metric.statistic](sample.method)
         assert metric.holds(number), name
     assert not by_name["r2"].holds(min(replaced.metrics["r2"].method))
-    assert "standard errors" in str(result.details["offsets"])
 
 
 def test_the_fitter_is_trusted_and_a_constant_is_not():

@@ -10,10 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from shoal.claims import dependencies
+from shoal.claims import record as record_module
 from shoal.claims import run as run_module
 from shoal.claims import standing as standing_module
 from shoal.claims.cached import CachedResult
 from shoal.claims.catalogue import catalogue
+from shoal.claims.dependencies import code_files
 from shoal.claims.protocols import (
     Attempt,
     ClaimSamples,
@@ -22,9 +25,9 @@ from shoal.claims.protocols import (
     Metric,
     PairedSamples,
 )
-from shoal.claims.record import read, recheck
+from shoal.claims.record import judge_again, read, recheck
 from shoal.claims.run import run
-from shoal.claims.standing import counts, listing
+from shoal.claims.standing import counts, listing, standing, to_run_again
 from shoal.core.errors import (
     ConfigError,
     NoisyMachineError,
@@ -119,12 +122,14 @@ class Timing(Sorting):
     )
 
 
+HARDER = {"threshold": 0.1}
 TABLE = PartTable("claim", {"dissect": f"{__name__}:Sorting", "timing": f"{__name__}:Timing"})
 
 
 @pytest.fixture(autouse=True)
 def _table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run_module, "CLAIMS", TABLE)
+    monkeypatch.setattr(run_module, "commit_of_code", lambda: ("1" * 40, False))
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
 
 
@@ -199,6 +204,36 @@ def test_edited_file_is_refused(tmp_path: Path, edit: Any, message: str) -> None
     path.write_text(json.dumps(raw))
     with pytest.raises(StoreError, match=message):
         recheck(path, Sorting.metrics)
+
+
+def test_file_of_changed_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "commit_of_code", lambda: ("abcdef" * 6, True))
+    path = run("dissect", results=tmp_path).path
+    assert path is not None
+    with pytest.raises(StoreError, match="changes beside commit abcdefabcdef; commit them"):
+        recheck(path, Sorting.metrics)
+
+
+def test_samples_on_file_are_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run("dissect", results=tmp_path).path
+    assert path is not None
+    before = recheck(path, Sorting.metrics)
+    monkeypatch.setattr(record_module, "CLAIMS", TABLE)
+    monkeypatch.setattr(Sorting, "metrics", (Sorting.metrics[0].model_copy(update=HARDER),))
+    with pytest.raises(StoreError, match="not those of the claim"):
+        recheck(path)
+    again = judge_again(path)
+    assert (before.verdict.status, again.verdict.status) == ("works", "falls_short")
+    assert recheck(path).verdict == again.verdict
+    assert again.samples == before.samples
+    monkeypatch.setattr(Sorting, "metrics", Timing.metrics)
+    with pytest.raises(StoreError, match=r"nothing of seconds; .*run the claim again"):
+        judge_again(path)
+    raw = json.loads(path.read_text())
+    raw["samples"]["metrics"]["comparisons"]["method"][0] += 1
+    path.write_text(json.dumps(raw))
+    with pytest.raises(StoreError, match="was edited"):
+        judge_again(path)
 
 
 def test_file_of_other_thresholds_is_refused(tmp_path: Path) -> None:
@@ -332,6 +367,57 @@ def test_listing_earns_its_statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {"id", "name", "room", "status", "evidence", "threshold", "measured"} <= set(
         row.model_dump()
     )
+
+
+def test_a_result_is_stale_once_its_code_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = next(row for row in catalogue() if row.claim == "dissect")
+    row = row.model_copy(update={"metrics": Sorting.metrics})
+    monkeypatch.setattr(standing_module, "catalogue", lambda: (row,))
+    assert to_run_again(tmp_path) == ["dissect"]
+    run("dissect", results=tmp_path)
+    monkeypatch.setattr(standing_module, "CLAIMS", TABLE)
+    assert not standing(row, tmp_path).stale
+    assert to_run_again(tmp_path) == []
+    monkeypatch.setattr(standing_module, "code_digest", lambda place: "of other code")
+    assert standing(row, tmp_path).stale
+    assert listing(tmp_path)[0].stale
+    assert to_run_again(tmp_path) == ["dissect"]
+
+
+def test_what_a_claim_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "shoal.claims.experiments.fasterpam:FasterPam"
+    files = [file.name for file in code_files(place)]
+    assert {"fasterpam.py", "search.py", "kernel.cpp"} <= set(files)
+    assert not {"frame.py", "errors.py"} & set(files)
+    package = tmp_path / "shoal"
+    experiments = package / "claims" / "experiments"
+    experiments.mkdir(parents=True)
+    (experiments / "one.py").write_text("from shoal.room.a import (\n    x,\n)\n")
+    (package / "room").mkdir()
+    used, beside = package / "room" / "a.py", package / "room" / "b.py"
+    used.write_text("from shoal.room import b\nfrom shoal.other import c\nx = b.y\n")
+    beside.write_text("y = 1\n")
+    (package / "other.py").write_text("c = 1\n")
+    monkeypatch.setattr(dependencies, "_ROOT", package)
+    monkeypatch.setattr(dependencies, "_EXPERIMENTS", experiments)
+
+    def digest() -> str:
+        dependencies.code_digest.cache_clear()
+        dependencies._imports.cache_clear()
+        dependencies._without_docstrings.cache_clear()
+        return dependencies.code_digest("shoal.claims.experiments.one:One")
+
+    before = digest()
+    beside.write_text("'''What.\n\nIn words.\n'''\n# why\n\ny = 1\n")
+    (package / "other.py").write_text("c = 2\n")
+    assert digest() == before
+    beside.write_text("y = 2\n")
+    assert digest() != before
+    dependencies.code_digest.cache_clear()
+    dependencies._imports.cache_clear()
+    dependencies._without_docstrings.cache_clear()
 
 
 def test_remember_makes_a_thing_once(tmp_path: Path) -> None:

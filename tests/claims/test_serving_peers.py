@@ -113,7 +113,7 @@ def test_ratios_are_of_the_same_round():
     assert ratio is not None
     assert ratio.value == 2.0
     assert table.ratio("decode, batch 1", "bf16", "vllm") is None
-    assert run.rows(table)[1][4:] == ("2.00x", "0.50 .. 2.00", ">= 1x: yes", "100 %")
+    assert run.rows(table)[1][4:] == ("2.00x", "0.50 .. 2.00", ">= 1.1x: yes", "100 %")
     assert ServingTable.model_validate(json.loads(table.model_dump_json())) == table
 
 

@@ -58,7 +58,6 @@ def packed(**changes: Any) -> dict[str, Any]:
         "skipped": "",
         "moved": dict.fromkeys(seconds, 16),
         "wrong": 0,
-        "mpi": "MPI 1",
         **changes,
     }
 

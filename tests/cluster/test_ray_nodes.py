@@ -204,7 +204,7 @@ def test_ranks_of_two_nodes_equal_local_ranks(
     assert len(losses(tmp_path / "near")) == 6
     assert losses(tmp_path / "far") == losses(tmp_path / "near")
     shown = said.read_text()
-    assert "training at step 0 of 6" in shown and "prediction beside measurement" in shown
+    assert "training at step 0 of 6" in shown and "prediction and measurement" in shown
     # Both nodes took part: the tokens lie in the homes of both.
     for node in range(2):
         corpora = tmp_path_factory.getbasetemp() / f"home{node}" / "corpora"

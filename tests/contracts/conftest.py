@@ -39,6 +39,7 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("study", "sync"): {"model": "gpt2-xl"},
     ("study", "autotp"): {"config": "config.json"},
     ("study", "longctx"): {"model": "shoal-1m"},
+    ("study", "price"): {"model": "shoal-1m"},
     ("study", "memory"): {"model": "shoal-1m"},
     ("study", "peft"): {"model": "shoal-1m"},
     ("study", "routes"): {"network": "net.yaml"},
@@ -54,6 +55,7 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("corpus", "text"): {"path": "corpus.txt"},
     ("corpus", "jsonl"): {"path": "corpus.jsonl"},
     ("corpus", "parquet"): {"path": "corpus.parquet"},
+    ("corpus", "chat"): {"path": "chats.jsonl"},
     ("speculative", "medusa"): {"path": str(DRAFTERS / "medusa")},
     ("speculative", "ppd"): {"path": str(DRAFTERS / "ppd")},
     ("speculative", "falcon"): {"path": str(DRAFTERS / "falcon")},
@@ -262,6 +264,7 @@ ROOMS = (
     "shoal.train",
     "shoal.serve",
     "shoal.claims",
+    "shoal.api",
     "shoal.app",
 )
 

@@ -12,6 +12,7 @@ from shoal.claims.record import recheck
 from shoal.claims.run import run
 
 RESULTS = Path(__file__).parents[2] / "results"
+SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 
 each_claim = pytest.mark.parametrize("name", list(CLAIMS))
 
@@ -36,6 +37,13 @@ def test_rows_and_catalogue_name_each_other(name: str) -> None:
 
 def test_catalogue_names_only_claims_that_exist() -> None:
     assert {row.claim for row in catalogue() if row.claim} <= set(CLAIMS)
+
+
+def test_parts_of_built_rows_are_where_the_catalogue_says() -> None:
+    for row in catalogue():
+        for part in row.parts if row.claim else ():
+            at = SOURCE.joinpath(*part.split("."))
+            assert at.is_dir() or at.with_suffix(".py").is_file(), f"row {row.id}: {part}"
 
 
 @each_claim

@@ -28,6 +28,7 @@ WRITES = {
     "core/meter/jsonl.py",  # a log grows line by line
     "core/native.py",  # the compiler's input, in a temporary directory
     "corpora/tokens.py",  # a lock file without contents
+    "machine/core_limit.py",  # control files of the kernel
     "model/huggingface.py",  # inside a directory that is renamed when it is whole
     "parallel/comm/processes.py",  # where a crash leaves a rank's stacks
     "parallel/comm/heartbeat.py",  # a mapped page of a few numbers

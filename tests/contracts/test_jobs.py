@@ -99,7 +99,8 @@ def test_the_command_line_knows_it(name: str, tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert f'"job": "{name}"' in shown.stdout
     help_ = RUN.invoke(app, ["run", name, "--help"]).output
-    assert all(f"--{flag.name}" in help_ for flag in kind_named(name).flags)
+    words = [flag.name.replace("_", "-") for flag in kind_named(name).flags]
+    assert all(f"--{word}" in help_ for word in words)
     assert name in RUN.invoke(app, ["run", "--help"]).output
 
 

@@ -24,7 +24,6 @@ CHOICES = {
 REASONS = {
     "ir/architecture.py": (6, "the value's own file; a gate of its own makes another model_type"),
     "model/architecture.py": (1, "two descriptions of one model are compared with each other"),
-    "serve/bench/tune.py": (1, "a recorded trace has its own number of requests"),
 }
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from own_home import own_home
+from shoal.core.tables import digits
+
 SORTED = ("--numbers", "5000", "-m", "laptop")
 HERE = Path(__file__).parent / "third_party"
 
@@ -41,7 +44,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": str(place / "site"),
-        "SHOAL_HOME": str(place / "home"),
+        "SHOAL_HOME": own_home(place / "home"),
     }
 
 
@@ -79,7 +82,7 @@ def test_it_is_planned_run_scored_and_shown(environment: dict[str, str], tmp_pat
     )
     assert shown.returncode == 0, shown.stderr
     measured = json.loads((tmp_path / "run" / "report.json").read_text())["measured"]["total_s"]
-    for text in ("5000 numbers", "comparisons are all there is", f"{1e3 * measured:.4g} ms"):
+    for text in ("5000 numbers", "comparisons are all there is", f"{digits(1e3 * measured)} ms"):
         assert text in shown.stdout
 
 

@@ -52,7 +52,9 @@ def test_the_docstring_draws_the_tree_as_it_is() -> None:
 
 
 def test_all_names_are_handed_on() -> None:
-    assert sorted(errors.__all__) == sorted([*classes(), "nearest", "rebuild", "require"])
+    assert sorted(errors.__all__) == sorted(
+        [*classes(), "install", "nearest", "rebuild", "require", "suggestion"]
+    )
 
 
 def test_no_shoal_error_is_defined_elsewhere_in_core() -> None:
@@ -98,3 +100,8 @@ def test_a_package_that_is_broken_is_not_called_missing(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
         import_extra("broken_pkg", extra="run", purpose="it")
+
+
+def test_a_suggestion_ends_a_sentence() -> None:
+    assert errors.suggestion("tpp", ["tp", "cp"]) == "; did you mean 'tp'?"
+    assert errors.suggestion("something else", ["tp", "cp"]) == ""

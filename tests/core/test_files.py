@@ -25,6 +25,21 @@ from shoal.core.files import (
 )
 
 
+def test_write_atomic_survives_a_reader_that_moves_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first rank does with a checkpoint as soon as the last rank's report is there."""
+    replace = os.replace
+
+    def replaced(source: Path, target: Path) -> None:
+        replace(source, target)
+        (tmp_path / "draft").rename(tmp_path / "final")
+
+    monkeypatch.setattr(os, "replace", replaced)
+    write_atomic(tmp_path / "draft" / "vote", "written")
+    assert (tmp_path / "final" / "vote").read_text() == "written"
+
+
 def test_write_atomic_makes_directories_and_replaces(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.txt"
     write_atomic(path, "one")
@@ -161,4 +176,12 @@ def test_a_lock_that_is_held_for_ever_is_given_up(tmp_path: Path) -> None:
         pass
     assert waits
     with locked(path, lambda: None, limit_s=0.3):
+        pass
+
+
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_a_path_without_a_name_is_refused(path: str) -> None:
+    with pytest.raises(ShoalError, match="a directory, not a file's name"):
+        write_atomic(Path(path), "x")
+    with pytest.raises(ShoalError), write_dir_atomic(Path(path)):
         pass

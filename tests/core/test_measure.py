@@ -126,10 +126,13 @@ def test_own_work_is_not_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_check_quiet_waits_and_then_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([["busy"], ["busy"], []])
     monkeypatch.setattr(measure, "noise_reasons", lambda: next(answers))
-    check_quiet(wait_s=60, poll_s=0.001)
+    seen: list[tuple[str, float]] = []
+    check_quiet(wait_s=60, poll_s=0.001, waiting=lambda why, left: seen.append((why, left)))
+    assert [why for why, _ in seen] == ["busy", "busy"]
+    assert 60 >= seen[0][1] > seen[1][1] > 0
     monkeypatch.setattr(measure, "noise_reasons", lambda: ["a compiler runs"])
-    with pytest.raises(NoisyMachineError, match=r"a compiler runs; .*measure later"):
-        check_quiet()
+    with pytest.raises(NoisyMachineError, match=r"a compiler runs; .*later, or give --anyway$"):
+        check_quiet(hint="give --anyway")
 
 
 def test_real_machine_can_be_looked_at() -> None:

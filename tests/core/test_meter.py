@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import resource
 import subprocess
 import sys
 import textwrap
 import threading
+import types
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -284,18 +287,253 @@ def test_tensorboard_directory_that_cannot_be(tmp_path: Path) -> None:
         SINKS.build({"name": "tensorboard", "path": str(tmp_path / "file")}).open()
 
 
+def _tell(choice: dict[str, Any]) -> None:
+    """What a short run reports."""
+    with Meter([SINKS.build(choice)], {"rank": "0"}) as meter:
+        meter.event("start", ranks=1)
+        for step in range(2):
+            meter.gauge("memory_bytes", 7 + step, tier="dram")
+            meter.event("step", step=step, loss=1 / (step + 1), sample="text", bad=float("nan"))
+        meter.add("wire_bytes", 5, axis="dp,tp")
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """As much of wandb as the sink calls, which notes it."""
+
+    class RefusalError(Exception):
+        """What wandb raises."""
+
+    told = types.SimpleNamespace(init={}, rows=[], axes=[], ended=0, refuses=False)
+
+    class Run:
+        def define_metric(self, name: str, *, step_metric: str | None = None) -> None:
+            told.axes.append((name, step_metric))
+
+        def log(self, row: dict[str, Any]) -> None:
+            told.rows.append(dict(row))
+
+        def finish(self) -> None:
+            told.ended += 1
+
+    def init(**options: Any) -> Run:
+        if told.refuses:
+            raise RefusalError("api_key not configured (no-tty)")
+        told.init = options
+        return Run()
+
+    module = types.ModuleType("wandb")
+    vars(module).update(
+        init=init,
+        Settings=lambda **options: options,
+        errors=types.SimpleNamespace(Error=RefusalError),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return told
+
+
+def test_wandb_gets_the_curves(fake_wandb: types.SimpleNamespace, tmp_path: Path) -> None:
+    path = tmp_path / "new"
+    _tell({"name": "wandb", "path": str(path), "project": "p", "id": "one", "mode": "offline"})
+    wanted = {"project": "p", "dir": str(path), "mode": "offline", "id": "one", "resume": "allow"}
+    assert wanted.items() <= fake_wandb.init.items() and path.is_dir()
+    assert fake_wandb.axes == [("step", None), ("*", "step")] and fake_wandb.ended == 1
+    assert fake_wandb.rows == [
+        {"memory_bytes/rank.0/tier.dram": 7.0, "step/loss": 1.0, "step": 0},
+        {"memory_bytes/rank.0/tier.dram": 8.0, "step/loss": 0.5, "step": 1},
+        {"wire_bytes/axis.dp_tp/rank.0": 5.0, "step": 1},
+    ]
+    fake_wandb.refuses = True
+    with pytest.raises(ConfigError, match=r"api_key not configured.*wandb login.*mode: offline"):
+        SINKS.build({"name": "wandb", "path": str(path)}).open()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"sink\.wandb"):
+        SINKS.build({"name": "wandb", "path": str(tmp_path / "file")}).open()
+    with pytest.raises(ConfigError, match="mode"):
+        SINKS.build({"name": "wandb", "mode": "sometimes"})
+
+
+@pytest.fixture
+def fake_mlflow(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """As much of MLflow as the sink calls, which notes it."""
+
+    class RefusalError(Exception):
+        """What MLflow raises."""
+
+    told = types.SimpleNamespace(calls=[], metrics=[], experiments={}, refuses="")
+
+    class Client:
+        def __init__(self, tracking_uri: str | None = None) -> None:
+            self._called("client", tracking_uri)
+
+        def _called(self, name: str, *values: object) -> None:
+            if told.refuses == name:
+                raise RefusalError("no such server")
+            told.calls.append((name, *values))
+
+        def get_experiment_by_name(self, name: str) -> object:
+            known = told.experiments.get(name)
+            return None if known is None else types.SimpleNamespace(experiment_id=known)
+
+        def create_experiment(self, name: str) -> str:
+            told.experiments[name] = "7"
+            return "7"
+
+        def create_run(self, experiment: str, run_name: str | None = None) -> object:
+            self._called("create_run", experiment, run_name)
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+
+        def update_run(self, run: str, status: str) -> None:
+            self._called("update_run", run, status)
+
+        def log_batch(self, run: str, metrics: list[Any]) -> None:
+            self._called("log_batch", run, len(metrics))
+            told.metrics += metrics
+
+        def set_terminated(self, run: str) -> None:
+            self._called("set_terminated", run)
+
+    class Metric(tuple[Any, ...]):
+        def __new__(cls, *values: object) -> Metric:
+            return super().__new__(cls, values)
+
+    parts = {
+        "mlflow": {"MlflowClient": Client, "__path__": []},
+        "mlflow.entities": {"Metric": Metric},
+        "mlflow.exceptions": {"MlflowException": RefusalError},
+    }
+    for name, values in parts.items():
+        module = types.ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    return told
+
+
+def test_mlflow_gets_the_curves(fake_mlflow: types.SimpleNamespace) -> None:
+    choice = {"name": "mlflow", "uri": "http://m", "experiment": "e", "run": "first"}
+    _tell(choice)
+    # One request for all of it: it took less than every_s.
+    assert fake_mlflow.calls == [
+        ("client", "http://m"),
+        ("create_run", "7", "first"),
+        ("log_batch", "r1", 5),
+        ("set_terminated", "r1"),
+    ]
+    assert [(key, value, step) for key, value, _, step in fake_mlflow.metrics] == [
+        ("memory_bytes/rank.0/tier.dram", 7.0, 0),
+        ("step/loss", 1.0, 0),
+        ("memory_bytes/rank.0/tier.dram", 8.0, 1),
+        ("step/loss", 0.5, 1),
+        ("wire_bytes/axis.dp_tp/rank.0", 5.0, 1),
+    ]
+    fake_mlflow.calls.clear()
+    _tell({**choice, "id": "r1", "every_s": 1e-9})
+    assert fake_mlflow.calls[1] == ("update_run", "r1", "RUNNING")
+    sizes = [call[2] for call in fake_mlflow.calls if call[0] == "log_batch"]
+    assert sizes == [2, 2, 1]
+    fake_mlflow.refuses = "create_run"
+    with pytest.raises(ConfigError, match=r"no run can begin at http://m \(no such server"):
+        SINKS.build(choice).open()
+    fake_mlflow.refuses = "log_batch"
+    with pytest.raises(StoreError, match=r"cannot be logged \(no such server"):
+        _tell(choice)
+
+
+# Files alone; MLflow's own are meant for tests by now.
+_MODES = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
+
+
+def _outside(script: str, path: Path) -> Any:
+    """What a process prints last that has the packages of this one."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        cwd=path,
+        env={**os.environ, **_MODES},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+_REPORTS = """
+    import json
+    from shoal.core.meter import SINKS, Meter
+    def tell(choice):
+        with Meter([SINKS.build(choice)]) as meter:
+            for step in (0, 1, 2, 1):  # a resumed run goes back
+                meter.gauge("memory_bytes", 7 + step, tier="dram")
+                meter.event("step", step=step, loss=1 / (step + 1))
+"""
+
+
+@pytest.mark.slow
+def test_the_real_wandb_keeps_the_curves(tmp_path: Path) -> None:
+    if importlib.util.find_spec("wandb") is None:
+        pytest.skip("wandb is not installed: pip install 'shoal-ml[wandb]'")
+    script = f"""{_REPORTS}
+    tell({{"name": "wandb", "path": {str(tmp_path)!r}, "project": "test"}})
+    import struct
+    from pathlib import Path
+    from wandb.proto.wandb_internal_pb2 import Record
+    (path,) = Path({str(tmp_path)!r}).glob("wandb/offline-run-*/run-*.wandb")
+    data, at, rows = path.read_bytes(), 7, []  # a head, then records of LevelDB's log
+    assert len(data) < 32768  # one block
+    while at < len(data):
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        record = Record()
+        record.ParseFromString(data[at + 7 : at + 7 + size])
+        at += 7 + size
+        if record.WhichOneof("record_type") == "history":
+            rows.append({{
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }})
+    print(json.dumps(rows))
+    """
+    rows = _outside(script, tmp_path)
+    curve = [(row["step"], row["step/loss"]) for row in rows]
+    assert curve == [(0, 1.0), (1, 0.5), (2, pytest.approx(1 / 3)), (1, 0.5)]
+    assert [row["memory_bytes/tier.dram"] for row in rows] == [7, 8, 9, 8]
+
+
+@pytest.mark.slow
+def test_the_real_mlflow_keeps_the_curves(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mlflow") is None:
+        pytest.skip("mlflow is not installed: pip install 'shoal-ml[mlflow]'")
+    script = f"""{_REPORTS}
+    uri = {(tmp_path / "store").as_uri()!r}
+    tell({{"name": "mlflow", "uri": uri, "experiment": "test", "run": "one"}})
+    import mlflow
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("test").experiment_id])
+    rows = {{
+        key: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, key)]
+        for key in run.data.metrics
+    }}
+    print(json.dumps([run.info.status, run.info.run_name, rows]))
+    """
+    status, name, rows = _outside(script, tmp_path)
+    assert (status, name) == ("FINISHED", "one")
+    assert sorted(rows["step/loss"]) == [[0, 1.0], [1, 0.5], [1, 0.5], [2, 1 / 3]]
+    assert sorted(rows["memory_bytes/tier.dram"]) == [[0, 7.0], [1, 8.0], [1, 8.0], [2, 9.0]]
+
+
 @pytest.mark.parametrize(
-    ("package", "choice"),
+    ("package", "extra", "choice"),
     [
-        ("prometheus_client", {"name": "prometheus", "port": 0}),
-        ("tensorboard", {"name": "tensorboard", "path": "x"}),
+        ("prometheus_client", "run", {"name": "prometheus", "port": 0}),
+        ("tensorboard", "run", {"name": "tensorboard", "path": "x"}),
+        ("wandb", "wandb", {"name": "wandb"}),
+        ("mlflow", "mlflow", {"name": "mlflow"}),
     ],
 )
 def test_missing_package_names_its_extra(
-    monkeypatch: pytest.MonkeyPatch, package: str, choice: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, package: str, extra: str, choice: dict[str, Any]
 ) -> None:
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'shoal-ml\[run\]'"):
+    with pytest.raises(MissingExtraError, match=rf"pip install 'shoal-ml\[{extra}\]'"):
         SINKS.build(choice).open()

@@ -284,7 +284,7 @@ def test_third_party_part_cannot_take_our_names(tmp_path: Path) -> None:
     done = python(
         tmp_path, "from shoal.core.meter import SINKS; print(SINKS['jsonl'], len(list(SINKS)))"
     )
-    assert done.stdout.split() == ["shoal.core.meter.jsonl:JsonlSink", "3"], done.stderr
+    assert done.stdout.split() == ["shoal.core.meter.jsonl:JsonlSink", "5"], done.stderr
 
 
 @pytest.mark.parametrize("entry", ["lines = thirdparty_sink:Lines", "sinks.x = thirdparty_sink:X"])

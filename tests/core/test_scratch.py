@@ -148,7 +148,7 @@ def test_no_file_of_the_package_makes_temporary_names_by_itself() -> None:
         "app/commands/dash.py",  # a file, named by scratch_name
         "memory/tiers/disk.py",  # unlinked before it is used
         "machine/emulate.py",  # TemporaryFile: nameless
-        "claims/bench/serving/peers.py",  # TemporaryFile: nameless
+        "claims/bench/peer_process.py",  # TemporaryFile: nameless
     }
     made = re.compile(
         r"\b(mkdtemp|mkstemp|TemporaryDirectory|NamedTemporaryFile|TemporaryFile|mktemp)\("

@@ -101,11 +101,10 @@ def test_bad_input():
         chart(series=[Series("x", [1, 2], [0.0, -1.0])], log_y=True).render()
 
 
-def test_a_broken_line_does_not_pass_over_a_gap():
+def test_a_line_passes_over_a_gap():
     gap = {"x": [0, 1, 2, 3, 4], "y": [1.0, 2.0, float("nan"), 2.0, 1.0]}
     assert chart(series=[Series("x", **gap)]).render().count("<polyline") == 1
-    assert chart(series=[Series("x", **gap, broken=True)]).render().count("<polyline") == 2
-    ends = Series("x", [0, 1], [float("nan"), 1.0], broken=True)
+    ends = Series("x", [0, 1], [float("nan"), 1.0])
     assert chart(series=[ends]).render().count("<circle") == 1
 
 

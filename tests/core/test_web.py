@@ -143,10 +143,10 @@ def test_durations_and_sizes() -> None:
         "2 d 7 h",
         "–",
     ]
-    assert [size(v) for v in (812, 1.5 * 2**30, 2**45, None)] == [
+    assert [size(v) for v in (812, 1.5e9, 2**45, None)] == [
         "812 B",
-        "1.5 GiB",
-        "32 TiB",
+        "1.50 GB",
+        "35.2 TB",
         "–",
     ]
 

@@ -142,7 +142,7 @@ def _work() -> tuple[Work, Machine]:
 @pytest.mark.parametrize(
     "part",
     [
-        *(CORPORA.build({"name": n, "path": "x"}) for n in ("text", "jsonl", "parquet")),
+        *(CORPORA.build({"name": n, "path": "x"}) for n in ("text", "jsonl", "parquet", "chat")),
         Stdlib(),
         *(PACKINGS.build(n) for n in PACKINGS),
     ],

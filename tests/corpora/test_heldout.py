@@ -39,11 +39,8 @@ def test_every_token_is_scored_once_with_enough_context(
             assert (np.diff(places) == 1).all()
             length = places[-1] + 1
             # Where the window stands is not told; it ends where its scored tokens end.
-            begins = [
-                b
-                for b in range(len(sequence) - length)
-                if (sequence[b : b + length + 1] == row[: length + 1]).all()
-            ]
+            windows = np.lib.stride_tricks.sliding_window_view(sequence, length + 1)
+            begins = np.flatnonzero((windows == row[: length + 1]).all(1)).tolist()
             assert begins
             begin = next(
                 b for b in begins if all(b + p not in scored.get(document, ()) for p in places)

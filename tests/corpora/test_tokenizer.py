@@ -77,7 +77,7 @@ def test_the_end_of_text_of_a_loaded_tokenizer(tmp_path: Path) -> None:
     raw["model"]["vocab"]["<odd>"] = raw["model"]["vocab"].pop(bpe.END_OF_TEXT)
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     loaded = bpe.load(tmp_path)
-    with pytest.raises(ConfigError, match="no token ends a text"):
+    with pytest.raises(ConfigError, match="no end-of-text token"):
         bpe.end_of_text(loaded, tmp_path)
     beside = tmp_path / "tokenizer_config.json"
     for spelled in ("<odd>", {"content": "<odd>"}):
@@ -95,7 +95,7 @@ def test_the_end_of_text_of_a_loaded_tokenizer(tmp_path: Path) -> None:
         (b"", "not JSON"),
         (b"\x80\x04\x95pickle", "not JSON"),
         (b"[1]", "it has no 'model'"),
-        (b'{"model": {"type": "Nonsense"}}', "no tokenizer that can be used"),
+        (b'{"model": {"type": "Nonsense"}}', "cannot be used"),
         (b"[" * 100_000, "not JSON"),
     ],
 )

@@ -60,6 +60,21 @@ def test_a_mixture_pays_for_the_experts_a_token_meets():
     assert expert.flops_per_token == 2 * expert.N * expert.K * expert.layers * 2
 
 
+def test_activations_of_latent_attention():
+    """DeepSeek-V3: 128 heads, 1536 and 576 compressed numbers; the experts' are the same."""
+    shape, tokens = find("DeepSeek-V3"), 4096
+    dense = shape.model_copy(update={"attention": "MHA", "source": ""})
+    one = [activation_bytes(each, tokens, 1, layers=1) / tokens for each in (shape, dense)]
+    heads = 2 * 128 * (2 * 192 + 2 * 128) + 2 * 2 * (1536 + 576)
+    assert one[0] - one[1] == heads - 2 * 128 * 4 * shape.head_dim
+    kept = [
+        activation_bytes(each, tokens, 1, recompute="elementwise", layers=9) / tokens - whole
+        for each, whole in zip((shape, dense), one, strict=True)
+    ]
+    saved = 3 * 128 * shape.head_dim - (1536 + 576) + 128 * (shape.head_dim - 128)
+    assert kept[1] - kept[0] == 9 * 2 * saved
+
+
 def test_activations():
     shape = find("shoal-4m")
     whole = activation_bytes(shape, 256, 8)

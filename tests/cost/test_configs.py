@@ -7,7 +7,7 @@ import pytest
 from shoal.core.errors import ModelError
 from shoal.cost.arithmetic import parameters
 from shoal.cost.configs import KINDS, dtype_of, from_huggingface, notes
-from shoal.cost.gpu.spec import Latent, latent_of
+from shoal.cost.latent import Latent, latent_of
 from shoal.cost.shapes import find, resolve
 
 LLAMA = {
@@ -21,6 +21,7 @@ LLAMA = {
     "tie_word_embeddings": True,
 }
 DEEPSEEK = {
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "attention_bias": False,
@@ -74,6 +75,7 @@ SCOUT = {
 PUBLISHED = {
     "DeepSeek-V3": DEEPSEEK,
     "Kimi-K2-Instruct": {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         **DEEPSEEK,
         "model_type": "kimi_k2",
         "first_k_dense_replace": 1,
@@ -169,6 +171,7 @@ PUBLISHED = {
         "vocab_size": 151936,
     },
     "gpt-oss-20b": {
+        "quantization_config": {"quant_method": "mxfp4"},
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
         "attention_bias": True,
@@ -260,6 +263,7 @@ PUBLISHED = {
         "vocab_size": 100278,
     },
     "MiniMax-M2": {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         "architectures": ["MiniMaxM2ForCausalLM"],
         "model_type": "minimax_m2",
         "head_dim": 128,
@@ -297,11 +301,60 @@ def test_a_published_config_is_the_shipped_shape(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     ours, theirs = find(name), resolve(str(tmp_path))
     assert theirs.name == tmp_path.name
-    same = {"name", "family", "source", "qk_norm", "attention_bias", "vocab_size"}
+    same = {"name", "family", "source", "qk_norm", "attention_bias", "vocab_size", "stored"}
+    same |= {"rope_base"}  # these files say none
     assert theirs.model_dump(exclude=same) == ours.model_dump(exclude=same)
     assert parameters(theirs) == pytest.approx(parameters(ours), rel=1e-3)
     assert latent_of(theirs) == latent_of(ours)
-    assert "cannot run it" in notes(theirs)[0] and notes(ours) == ()
+    assert "not run by Shoal" in notes(theirs)[0] and notes(ours) == ()
+
+
+def test_the_base_of_rotary_positions_is_the_files():
+    def base(**changes):
+        return from_huggingface({**PUBLISHED["OLMo-3-7B"], **changes}, name="one").rope_base
+
+    assert base() is None and base(rope_theta="many") is None
+    assert base(rope_theta=500_000) == base(rope_parameters={"rope_theta": 5e5}) == 5e5
+
+
+def test_how_weights_are_stored():
+    def stored(**changes):
+        return from_huggingface({**PUBLISHED["OLMo-3-7B"], **changes}, name="one").stored
+
+    assert stored() == stored(torch_dtype="float16") == find("shoal-4m").stored == "fp32"
+    assert stored(torch_dtype="bfloat16") == stored(dtype="bfloat16") == find("OLMo-3-7B").stored
+    packed = {"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
+    assert stored(dtype="bfloat16") == "bf16" and stored(**packed) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("config", "held"),
+    [
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "int4-g128"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "int8-channel"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4-g64"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}},
+            },
+            "fp8",
+        ),
+        (
+            {"config_groups": {"0": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}}}},
+            "int4-g32",
+        ),
+        ({"quant_method": "of tomorrow"}, "plain"),
+        ({"config_groups": {"0": {"weights": 7}}}, "plain"),
+        ({"config_groups": {"0": {"weights": {"type": "int"}}}}, "plain"),
+        ({"quant_method": "gptq", "bits": "four"}, "plain"),
+    ],
+)
+def test_in_which_format_the_files_hold_the_weights(config, held):
+    whole = {**PUBLISHED["OLMo-3-7B"], "quantization_config": config}
+    assert from_huggingface(whole, name="one").weights == held
 
 
 def test_what_a_shape_cannot_say_stands_in_its_notes():
@@ -355,7 +408,7 @@ def test_no_fresh_model_of_another_type_is_built(name):
 
 def test_a_decoder_inside_another_model_does_not_run():
     inner = from_huggingface({"model_type": "llava", "text_config": LLAMA}, name="x")
-    assert inner.hidden == 64 and "cannot run it" in notes(inner)[0]
+    assert inner.hidden == 64 and "not run by Shoal" in notes(inner)[0]
     kimi = from_huggingface(
         {"model_type": "kimi_k25", "text_config": PUBLISHED["Kimi-K2-Instruct"]}
     )
@@ -372,7 +425,7 @@ def test_experts_are_never_read_as_a_dense_model(kind):
     if not KINDS[kind].defaults.get("num_experts_per_tok"):
         with pytest.raises(ModelError, match="4 experts are stated and num_experts_per_tok is not"):
             from_huggingface({**given, "num_experts_per_tok": None})
-        with pytest.raises(ModelError, match="num_experts_per_tok = 2 speaks of experts"):
+        with pytest.raises(ModelError, match="num_experts_per_tok = 2 refers to experts"):
             from_huggingface({**LLAMA, "model_type": kind, "num_experts_per_tok": 2})
 
 
@@ -401,14 +454,14 @@ def test_the_type_of_the_weights_may_stand_in_the_text_part():
         ({"model_type": "glm4_mo"}, "did you mean 'glm4_moe'"),
         ({"model_type": None}, "model_type = None"),
         ({"model_type": ["llama"]}, "model_type"),
-        ({"hidden_size": None}, "lacks what gives hidden"),
+        ({"hidden_size": None}, "has no value for hidden"),
         ({"num_hidden_layers": -1}, "num_layers"),
         ({"num_key_value_heads": 3}, "cannot share"),
         ({"num_attention_heads": "4"}, "num_attention_heads = '4': expected a whole number"),
         ({"num_attention_heads": True}, "expected a whole number"),
         ({"intermediate_size": [96, 64]}, r"intermediate_size = \[96, 64\]"),
         ({"text_config": 3}, "text_config = 3: expected an object"),
-        ({"text_config": {}}, "lacks what gives num_layers"),
+        ({"text_config": {}}, "has no value for num_layers"),
         ({"num_experts": -4}, "num_experts = -4"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "top_k = 5 of 4 experts"),
         ({"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": 3}, "a list of layers"),

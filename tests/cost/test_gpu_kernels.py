@@ -4,7 +4,8 @@ from shoal.core.errors import MachineError
 from shoal.cost.gpu.device import Accelerator, GpuCalibration, gpu_of
 from shoal.cost.gpu.kernels import ALIGNED, FILL, GAP_S, UNHIDDEN, aligned, attention_s, gemm_s
 from shoal.cost.gpu.network import HOP, ring_s
-from shoal.cost.gpu.spec import SHOAL, EngineSpec, block_weights, latent_of
+from shoal.cost.gpu.spec import SHOAL, EngineSpec, block_weights
+from shoal.cost.latent import latent_of
 from shoal.cost.price.accelerated import accelerated
 from shoal.cost.published.runs import PublishedRun, engine_as_run, job_of, machine_of
 from shoal.cost.shapes import find

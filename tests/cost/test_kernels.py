@@ -124,6 +124,41 @@ def test_experts_grow_with_tokens_and_follow_the_nearest_shape() -> None:
     assert near == pytest.approx(seconds[2], rel=0.1)
 
 
+def test_collectives_reach_what_their_links_are_known_to_give() -> None:
+    # Bus rates of NCCL's own tests: some 230 GB/s on eight A100s, 20 of PCIe 4.
+    for device, low, high in (("A100-80GB", 190e9, 260e9), ("H100-80GB", 370e9, 500e9)):
+        size = 2.0**28
+        seconds = kernel_times(gpu(device)).collective("all_reduce", 8, size)
+        assert low < 2 * 7 / 8 * size / seconds < high
+    pair = kernel_times(gpu("L40S")).collective("all_reduce", 2, 2.0**28)
+    assert 15e9 < 2.0**28 / pair < 25e9
+
+
+def test_a_chunk_costs_the_pairs_that_it_adds() -> None:
+    times = kernel_times(gpu("H100-80GB"))
+    whole = times.prompt(128, 32, 8192, 0)
+    halves = times.prompt(128, 32, 4096, 0) + times.prompt(128, 32, 4096, 4096)
+    assert halves == pytest.approx(whole, rel=0.1)
+    # A short one behind many is no slower a pair than the whole, and no faster than alone.
+    alone, behind = times.prompt(128, 32, 64, 0), times.prompt(128, 32, 64, 8128)
+    assert alone <= behind < 4 * whole / 128
+
+
+def test_engines_that_fuse_nothing_pass_more_bytes() -> None:
+    device, shape = gpu_of(load("RTX-4090")), find("Llama-3.1-8B")
+    formats = Formats(dense="q4_0")
+    plain = AcceleratedStepCost(device, shape, serving_engine("llamacpp"), formats=formats)
+    fused = AcceleratedStepCost(device, shape, serving_engine("shoal"), formats=formats)
+    for chunks in ([(1024, 1)], [(0, 512)], [(4096, 512)]):
+        assert plain.seconds(chunks) > fused.terms(chunks).memory
+    extra = plain.terms([(8192, 512)]).memory - plain.terms([(0, 512)]).memory
+    scores = 20.0 * 32 * 32 * 512 * 8192
+    assert extra == pytest.approx(scores / (0.85 * 1.008e12), rel=0.01)
+    # Units and their clock follow from the description.
+    assert device.turns == pytest.approx(128 * 2.52e9, rel=0.01)
+    assert not plain.measured
+
+
 def damaged(path: Path, **changes: Any) -> Path:
     """An H100's table with another header."""
     from importlib import resources

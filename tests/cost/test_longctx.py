@@ -268,7 +268,7 @@ def test_the_picture_shows_every_device() -> None:
         ),
         (lambda: LongModel.of(YI, kv="int3"), "kv = 'int3'"),
         (lambda: MODEL.prefill_flops(1, "half"), "attention = 'half': expected one of causal"),  # type: ignore[arg-type]
-        (lambda: setting(compute_efficiency=1.5), r"compute_efficiency = 1.5: expected a share"),
+        (lambda: setting(compute_efficiency=1.5), r"compute_efficiency = 1.5: expected a fraction"),
         (lambda: setting(activation_bytes=-1), "activation_bytes = -1"),
         (lambda: replace(BIG, link=0.0), "device.link = 0.0: expected a number above 0"),
         (lambda: Peaks.of(load("H100"), tp=0), "tp = 0"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shoal.core.errors import ConfigError
@@ -119,12 +121,34 @@ def test_without_the_first_rehearsal_nothing_is_changed() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_rehearse(tmp_path: object) -> None:
+def test_ranks_rehearse(tmp_path: Path) -> None:
     probe = PROBES.build({"name": "steps", "names": ["one", "tp2"], "repeats": 1})
-    with ProbeContext(home=tmp_path) as context:  # type: ignore[arg-type]
+    with ProbeContext(home=tmp_path) as context:
         result = {m.note: m for m in probe.run(context)}
     assert set(result) == {"one", "tp2"}
     assert all(0 < m.median < 60 for m in result.values())
+
+
+@pytest.mark.slow
+def test_a_rehearsal_ends_with_its_budget_and_a_lost_worker_is_replaced(tmp_path: Path) -> None:
+    with ProbeContext(home=tmp_path) as context:
+        first = context.worker()
+        assert context.worker() is first
+        for budget_s, steps in ((0.0, 1), (1e9, 3)):
+            taken = first.call(
+                "shoal.train.rehearse:rehearse",
+                rank=0,
+                world=1,
+                store=str(tmp_path / f"{steps}"),
+                job=REHEARSALS["one"].model_dump(mode="json", exclude_unset=True),
+                shape=find("shoal-0.3m").model_dump(mode="json"),
+                steps=3,
+                budget_s=budget_s,
+            )
+            assert len(taken) == steps
+        first.close()
+        assert context.worker() is not first
+        assert context.worker().call("hello")["threads"] >= 1
 
 
 def test_bad_input() -> None:

@@ -3,7 +3,7 @@ import sqlite3
 import pytest
 
 from shoal.core.errors import StoreError
-from shoal.cost.score import Score, calibrate, run_id
+from shoal.cost.score import Score, run_id
 from shoal.cost.shapes import find
 from shoal.ir import (
     Device,
@@ -68,7 +68,7 @@ def test_newer_foreign_and_broken_files_are_refused(tmp_path):
     other = tmp_path / "other.db"
     with sqlite3.connect(other) as connection:
         connection.execute("CREATE TABLE notes (x)")
-    with pytest.raises(StoreError, match="something else"):
+    with pytest.raises(StoreError, match="another program"):
         Score(other)
     text = tmp_path / "text.db"
     text.write_text("not a database at all, but long enough to be looked at" * 20)
@@ -76,22 +76,6 @@ def test_newer_foreign_and_broken_files_are_refused(tmp_path):
         Score(text)
     with pytest.raises(StoreError, match="cannot be made"):
         Score(text / "below" / "score.db")
-
-
-def test_calibration_needs_three_similar_runs(tmp_path):
-    score = Score(tmp_path / "score.db")
-    job, cost = TrainJob(), report(1.0).plan.estimate
-    for value in (1.30, 1.32):
-        score.append(report(value))
-    score.append(report(9.0, precision="fp32"))
-    same, note = calibrate(cost, score.rows(), job=job, machine=MACHINE)
-    assert same == cost and note == ""
-    score.append(report(1.28))
-    changed, note = calibrate(cost, score.rows(), job=job, machine=MACHINE)
-    assert changed.step_s.value == pytest.approx(1.30)
-    assert sum(changed.terms_s.values()) == pytest.approx(1.30)
-    assert changed.step_s.high / changed.step_s.low < cost.step_s.high / cost.step_s.low
-    assert "1.30" in note and "3 past runs" in note
 
 
 def _version_1(path, texts):
@@ -186,10 +170,6 @@ def test_what_another_kind_of_device_measured_is_not_counted(tmp_path):
     numbers = score.quantities([1, 2])
     assert numbers[1]["step_s"].measured == 70.0 and numbers[1]["step_s"].predicted is None
     assert numbers[2]["step_s"].predicted == 1.0
-    _, note = calibrate(
-        rows[0].job and report(1.0).plan.estimate, rows, job=rows[0].job, machine=gpu
-    )
-    assert note == ""  # two runs are too few
 
 
 def test_a_store_of_version_2_learns_where_its_runs_were_measured(tmp_path):
@@ -202,7 +182,75 @@ def test_a_store_of_version_2_learns_where_its_runs_were_measured(tmp_path):
     with sqlite3.connect(score.path) as connection:
         connection.execute("DROP INDEX reports_by_device")
         connection.execute("ALTER TABLE reports DROP COLUMN device")
+        connection.execute("ALTER TABLE runs DROP COLUMN left_out")
         connection.execute("PRAGMA user_version=2")
     connection.close()
     rows = Score(score.path).rows(quantity="step_s")
     assert [row.elsewhere for row in rows] == [True, False]
+
+
+def _run(starts=1, finished=1.0, plans=1, minutes=None, steps=50.0, step_s=1.1):
+    """A report as training writes it."""
+    one = report(step_s)
+    more = {"starts": float(starts), "finished": finished, "steps": steps, "total_s": 50 * step_s}
+    return one.model_copy(
+        update={
+            "plan": one.plan.model_copy(update={"minutes": minutes}),
+            "measured": one.measured | more,
+            "details": {"plans": plans},
+        }
+    )
+
+
+def _why(score, quantity="step_s"):
+    return [row.left_out for row in score.rows(quantity=quantity)]
+
+
+def test_a_run_counts_once_at_its_end_under_the_plan_that_was_priced(tmp_path):
+    score = Score(tmp_path / "score.db")
+    place, other = tmp_path / "one", tmp_path / "two"
+    for path in (place, other):
+        score.register(path, "train", "run")
+    score.append(_run(finished=0.0, step_s=9.0), place)
+    score.append(_run(starts=2, step_s=1.2), place)  # it went on, and this is its end
+    score.append(_run(starts=3, step_s=9.1), place)  # and once more
+    score.append(_run(starts=1, step_s=1.3), place)  # removed, and run anew in the same place
+    score.append(_run(starts=2, plans=2, step_s=9.2), other)
+    why = _why(score)
+    assert "stopped before" in why[0] and "after its end" in why[2] and "another plan" in why[4]
+    assert why[1] == why[3] == ""
+    summary = {one.quantity: one for one in score.errors()}
+    assert (summary["step_s"].count, summary["memory_bytes"].count) == (2, 2)
+    assert summary["step_s"].median == pytest.approx(0.25)
+    assert [one.measured["step_s"] for one, _ in score.counted_reports()] == [1.2, 1.3]
+
+
+def test_the_same_log_read_twice_counts_once(tmp_path):
+    score = Score(tmp_path / "score.db")
+    for value in (1.1, 1.1, 1.2):
+        score.append(report(value))
+    assert [bool(why) for why in _why(score)] == [False, True, False]
+
+
+def test_times_of_runs_that_minutes_decided_and_of_few_steps_are_noise(tmp_path):
+    score = Score(tmp_path / "score.db")
+    score.append(_run(steps=4.0, step_s=3.0), tmp_path / "short")
+    score.append(_run(minutes=1.0, step_s=1.2), tmp_path / "minutes")
+    score.append(_run(step_s=1.3), tmp_path / "steps")
+    assert [bool(why) for why in _why(score)] == [True, False, False]
+    assert [bool(why) for why in _why(score, "memory_bytes")] == [False] * 3
+    assert [bool(why) for why in _why(score, "total_s")] == [True, True, False]
+
+
+def test_rows_of_an_older_version_are_judged_and_repair_judges_again(tmp_path):
+    path = tmp_path / "score.db"
+    texts = [_run(finished=0.0), _run(step_s=1.2), _run(steps=3.0)]
+    _version_1(path, [one.model_dump_json() for one in texts])
+    score = Score(path)
+    assert [bool(why) for why in _why(score)] == [True, False, True]
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE runs SET left_out = CASE id WHEN 2 THEN 'old rule' ELSE '' END")
+    connection.close()
+    assert score.repair() == (2, 1)
+    assert [bool(why) for why in _why(score)] == [True, False, True]
+    assert score.repair() == (0, 0)

@@ -4,22 +4,12 @@ import pytest
 
 from shoal.core.errors import ConfigError, ModelError
 from shoal.cost.arithmetic import active_parameters, parameters
-from shoal.cost.gpu.spec import Latent, latent_of
+from shoal.cost.latent import Latent, latent_of
 from shoal.cost.shapes import find, names, published, resolve
 
 # Layouts that a shape does not describe: latent attention, learned positions, a shared expert of
 # a width of its own, layers of several kinds, and embeddings of each layer.
 EXCEPTIONS = {
-    "DeepSeek-V3",
-    "DeepSeek-R1",
-    "DeepSeek-V3.2",
-    "DeepSeek-V2",
-    "DeepSeek-V2-Lite",
-    "DeepSeek-V3.1",
-    "Kimi-K2-Instruct",
-    "Kimi-K2-Instruct-0905",
-    "Kimi-K2-Thinking",
-    "GLM-5",
     "Gemma-3n-E4B",
     "Nemotron-3-Nano-30B-A3B",
     "OPT-125M",
@@ -58,7 +48,9 @@ def test_exceptions_are_exceptions(name):
     assert abs(parameters(find(name)) / total - 1) > 0.01
 
 
-@pytest.mark.parametrize("name", ["Mixtral-8x7B-v0.1", "Qwen3-30B-A3B", "OLMoE-1B-7B"])
+@pytest.mark.parametrize(
+    "name", ["Mixtral-8x7B-v0.1", "Qwen3-30B-A3B", "OLMoE-1B-7B", "DeepSeek-V3", "Kimi-K2-Instruct"]
+)
 def test_active_parameters_of_mixtures(name):
     _, active = published(name)
     assert active_parameters(find(name)) == pytest.approx(active, rel=0.01)
@@ -100,8 +92,27 @@ def test_names_are_found_however_they_are_spelled():
     ],
 )
 def test_ids_of_the_hub_name_shipped_shapes(spelled, name):
-    assert find(spelled) == find(name)
+    same = {"weights"}
+    assert find(spelled).model_dump(exclude=same) == find(name).model_dump(exclude=same)
     assert find(spelled).name == name
+
+
+@pytest.mark.parametrize(
+    ("spelled", "held"),
+    [
+        ("Qwen/Qwen3-8B", "plain"),
+        ("Qwen/Qwen3-8B-FP8", "fp8"),
+        ("nvidia/Qwen3-235B-A22B-NVFP4", "nvfp4"),
+        ("Qwen/Qwen2.5-Coder-32B-Instruct-AWQ", "int4-g128"),
+        ("unsloth/Qwen3-14B-unsloth-bnb-4bit", "nf4-g64"),
+        ("openai/gpt-oss-120b", "mxfp4"),
+        ("unsloth/gpt-oss-120b-BF16", "plain"),
+        ("deepseek-ai/DeepSeek-R1-0528", "fp8"),
+        ("moonshotai/Kimi-K2-Thinking", "int4-g32"),
+    ],
+)
+def test_a_name_says_how_its_files_hold_the_weights(spelled, held):
+    assert find(spelled).weights == held
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,17 @@ def test_few_tokens_read_few_experts() -> None:
     assert one.memory / (crowd.memory + crowd.matmul) == pytest.approx(ratio, rel=0.4)
 
 
+def test_engines_of_a_cpu_differ_in_launches_and_products() -> None:
+    machine, shape = load("laptop"), find("shoal-moe-4m")
+    ours = predicted_step_cost(machine, shape, "fp32")
+    theirs = predicted_step_cost(machine, shape, "fp32", engine="llamacpp")
+    one, many = ours.terms([(8, 1)]), ours.terms([(0, 512)])
+    # Experts that no token reaches launch nothing.
+    assert one.overhead < 0.7 * many.overhead
+    assert theirs.terms([(8, 1)]).overhead < 0.3 * one.overhead
+    assert theirs.terms([(0, 512)]).matmul == pytest.approx(many.matmul / 0.4)
+
+
 def test_fewer_threads_compute_slower() -> None:
     shape = find("Qwen3-0.6B")
     laptop = load("laptop")

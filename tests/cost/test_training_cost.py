@@ -3,7 +3,9 @@ import math
 import pytest
 
 from shoal.core.errors import MachineError, PlanError
+from shoal.cost.gpu.spec import groups_of
 from shoal.cost.price.collectives import all_reduce_s, gather_s
+from shoal.cost.price.expert_hops import once_a_node
 from shoal.cost.price.rates import Curve, RankRates
 from shoal.cost.shapes import find
 from shoal.cost.training.step import ONCE_S, Pricer, estimate
@@ -256,3 +258,21 @@ def test_bad_input():
     )
     with pytest.raises(MachineError, match="matmul_flops"):
         estimate(work(), bare)
+
+
+def test_tokens_that_cross_once_to_a_node() -> None:
+    """Sixteen ranks on two nodes; a token has eight experts, half of them there on average."""
+    two = once_a_node([range(16)], 1.0, 1000.0, 8, (1, 1), 8)
+    assert two.far == pytest.approx(1000 * 2 * (1 - 0.5**8) / 2)
+    assert two.near == pytest.approx(1000 * 8 * 7 / 8)
+    # Of two groups of experts, one a node, a token may reach one.
+    assert once_a_node([range(16)], 1.0, 1000.0, 8, (1, 2), 8).far == pytest.approx(500)
+    # Of eight groups on two nodes a token may reach four, and both nodes.
+    assert once_a_node([range(16)], 1.0, 1000.0, 8, (4, 8), 8) == two
+    assert once_a_node([range(16)], 1.0, 1000.0, 8, (1, 1), None).far == 0.0
+
+
+def test_groups_of_experts_that_a_token_may_reach() -> None:
+    assert groups_of(find("DeepSeek-V3")) == (4, 8)
+    assert groups_of(find("DeepSeek-V2")) == (3, 8)
+    assert groups_of(find("Qwen3-235B-A22B")) == (1, 1)

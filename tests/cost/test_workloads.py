@@ -302,7 +302,7 @@ def test_refuses_broken_files(name: str, content: bytes, message: str, tmp_path:
 
 
 def test_refuses_a_trace_that_is_not_there() -> None:
-    with pytest.raises(DataError, match=r"workload.trace.path = 'nowhere.jsonl': there is no such"):
+    with pytest.raises(DataError, match=r"workload.trace.path = 'nowhere.jsonl': no such file"):
         TraceWorkload(path="nowhere.jsonl").arrivals(count=None, **SIZES)
 
 

@@ -25,13 +25,19 @@ _COMMENT = re.compile(r"<!--.*?-->", re.S)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its page, its language, the rest of its first line, its text."""
+    """A fenced block: its page, its language, the rest of its first line, its text.
+
+    ``runnable`` blocks run by themselves; ``printed`` ones are what a command writes; an
+    ``example`` is what one might write, with numbers that nothing keeps up to date.
+    """
 
     page: Path
     language: str
     title: str
     text: str
     runnable: bool
+    printed: bool
+    example: bool
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}: {self.text.splitlines()[0] if self.text else ''}"
@@ -48,6 +54,9 @@ def blocks(page: Path) -> Iterator[Block]:
             match.group(3).strip(),
             match.group(4),
             before.endswith("<!-- runnable -->"),
+            bool(re.search(r"<!-- (output: |emitted )[^\n]*-->$", before))
+            or bool(re.search(r"<!-- demo-output -->\n\n[^\n]*$", before)),
+            before.endswith("<!-- example -->"),
         )
 
 

@@ -14,6 +14,7 @@ import typer
 import yaml
 from docs_pages import PAGES, Block, blocks
 
+from own_home import own_home
 from shoal.app.cli import app
 from shoal.core.config import parse
 from shoal.ir import Machine, kind_named
@@ -77,7 +78,7 @@ def test_machines_are_machines(block: Block) -> None:
 
 @pytest.mark.parametrize("block", RUNNABLE, ids=str)
 def test_runnable_blocks_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SHOAL_HOME", own_home(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "block.py"
     path.write_text(block.text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import sources
 import typer
-import yaml
 from docs_pages import DOCS, ROOT
+from mkdocs.utils import yaml_load
 
 from shoal.app.cli import app
 from shoal.core import errors
@@ -57,10 +58,13 @@ PARTS = [(kind, name) for kind in KINDS for name in table(kind)]
 
 def _undocumented_parts() -> Iterator[str]:
     """What is missing of each part: its section, the meaning of an option, or advice."""
-    text = (DOCS / "reference" / "parts.md").read_text()
+    pages = sorted((DOCS / "reference" / "parts").glob("*.md"))
+    texts = {page.stem: page.read_text() for page in pages}
     advice = "".join(page.read_text() for page in sorted((DOCS / "rooms").glob("*.md")))
     for kind, name in PARTS:
         anchor = f"{kind}-{name.replace('_', '-').replace('.', '-')}"
+        room = KINDS[kind].split(":")[0].split(".")[1]
+        text = texts.get(room, "")
         section = text.partition(f"{{#{anchor}}}\n")[2].partition("\n### ")[0].partition("\n## ")[0]
         if not section:
             yield f"no section for {kind} {name}"
@@ -70,7 +74,7 @@ def _undocumented_parts() -> Iterator[str]:
                 yield f"{kind} {name}: option {option.name} is missing"
             elif not row.group(1).strip():
                 yield f"{kind} {name}: say in Args what {option.name} means"
-        if f"parts.md#{anchor})" not in advice:
+        if f"parts/{room}.md#{anchor})" not in advice:
             yield f"{kind} {name}: add a row to 'which part should I choose' on its room's page"
 
 
@@ -153,9 +157,18 @@ def test_every_error_is_documented() -> None:
 def test_every_room_has_a_page_and_a_row() -> None:
     pages = sorted(page.stem for page in (DOCS / "rooms").glob("*.md"))
     assert pages == sorted([*ROOMS, *FIELDS])
-    for text in ((ROOT / "README.md").read_text(), (DOCS / "architecture.md").read_text()):
+    for name in ("CONTRIBUTING.md", "docs/architecture.md"):
+        text = (ROOT / name).read_text()
         for room in ROOMS:
             assert f"rooms/{room}.md" in text
+
+
+def test_every_extra_is_on_the_first_page() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "index.md").read_text(), re.M)
+    assert sorted(rows) == sorted(extras)
 
 
 def test_the_menu_has_every_page_once() -> None:
@@ -166,14 +179,14 @@ def test_the_menu_has_every_page_once() -> None:
             for item in node.values() if isinstance(node, dict) else node:
                 yield from files(item)
 
-    raw = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    raw = yaml_load((ROOT / "mkdocs.yml").read_text())
     listed = list(files(raw["nav"]))
     assert len(listed) == len(set(listed))
     assert set(listed) == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
 
 def test_nothing_is_fetched_when_the_pages_are_read() -> None:
-    raw = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    raw = yaml_load((ROOT / "mkdocs.yml").read_text())
     assert raw["theme"]["font"] is False
     for key in ("extra_css", "extra_javascript"):
         assert not any("//" in str(place) for place in raw.get(key, []))

@@ -19,6 +19,7 @@ from shoal.serve.http.errors import TYPES
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.metrics import METRICS
 from shoal.serve.http.openapi import document
+from shoal.serve.http.responses import REFUSED_RESPONSES
 
 TEXT = (DOCS / "reference" / "http.md").read_text()
 SERVE = [path for path in sources.paths() if path.is_relative_to(sources.PACKAGE / "serve")]
@@ -65,9 +66,8 @@ def test_every_endpoint(method: str, path: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
 def test_every_field(name: str) -> None:
-    assert f"| `{name}` |" in section("Fields of both POST endpoints") + section(
-        "Tokens"
-    ) + section("Embeddings")
+    titles = "Fields of completions and chats", "Responses", "Embeddings", "Rerank", "Tokenization"
+    assert f"| `{name}` |" in "".join(map(section, titles))
 
 
 def test_every_field_is_in_the_openapi_document() -> None:
@@ -83,10 +83,15 @@ def test_the_fields_were_found() -> None:
     assert {"prompt", "messages", "n", "stop", "stream", "temperature", "seed"} <= FIELDS
 
 
-@pytest.mark.parametrize("name", sorted({*openai._UNSUPPORTED, *openai._UNSUPPORTED_CHAT}))
+@pytest.mark.parametrize("name", sorted({*openai.REFUSED_TEXT, *openai.REFUSED_CHAT}))
 def test_everything_that_is_refused(name: str) -> None:
-    refused = section("Fields of both POST endpoints").partition("Refused by name")[2]
+    refused = section("Fields of completions and chats").partition("are errors:")[2]
     assert f"`{name}`" in refused
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_RESPONSES))
+def test_everything_that_responses_refuse(name: str) -> None:
+    assert f"`{name}`" in section("Responses").partition("are errors:")[2]
 
 
 def test_every_error() -> None:
@@ -100,7 +105,7 @@ def test_every_error() -> None:
 
 def test_every_cap() -> None:
     for cap in fields(HttpLimits):
-        row = re.search(rf"^\| `{cap.name}` \| ([^|]+) \|", section("Caps"), re.M)
+        row = re.search(rf"^\| `{cap.name}` \| ([^|]+) \|", section("Limits"), re.M)
         assert row, cap.name
         shown = row.group(1).replace(",", "")
         number = float(shown.split()[0])

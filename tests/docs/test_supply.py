@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.metadata
 import json
 import re
@@ -19,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Modules that no extra brings: other engines, run in environments of their own, and what is beside
 # a file that runs there.
-PEERS = {"gguf", "llama_cpp", "loop", "vllm"}
+PEERS = {"aiconfigurator", "gguf", "llama_cpp", "loop", "vllm"}
 # Packages whose modules have another name, also where they are not installed.
 MODULES = {"nvidia-ml-py": {"pynvml"}, "opentelemetry-api": {"opentelemetry"}}
 
@@ -118,6 +119,10 @@ def test_the_bill_of_materials_is_valid_and_complete() -> None:
         data = json.loads(sbom.bill())
     assert (data["bomFormat"], data["specVersion"]) == ("CycloneDX", "1.6")
     listed = {one["name"]: one for one in data["components"]}
+    for name, (version, _, files) in sbom.VENDORED.items():
+        contained = listed.pop(name)
+        assert contained["version"] == version and contained["purl"] == f"pkg:npm/{name}@{version}"
+        assert len(contained["externalReferences"]) == len(files)
     pinned = lock.pins(lock.FOLDER / "run.txt") | lock.pins(lock.FOLDER / "cpu.txt")
     assert set(pinned) - set(listed) <= {"colorama"}  # Windows alone
     for name, one in listed.items():
@@ -127,6 +132,21 @@ def test_the_bill_of_materials_is_valid_and_complete() -> None:
     assert len(own["dependsOn"]) == len(
         PROJECT["dependencies"] + PROJECT["optional-dependencies"]["run"]
     )
+
+
+def test_files_of_others_are_as_they_were_released() -> None:
+    """The digests of the files in the package on npm."""
+    sbom = script("sbom")
+    digests = {
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+        "uPlot.LICENSE.txt": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    }
+    assert {file for _, _, files in sbom.VENDORED.values() for file in files} == set(digests)
+    for file, digest in digests.items():
+        assert hashlib.sha256((sbom.ASSETS / file).read_bytes()).hexdigest() == digest
+    for name, (version, licence, _) in sbom.VENDORED.items():
+        assert f"/{name}) | {version} | {licence} |" in sbom.PAGE.read_text()
 
 
 def test_licences_are_judged_by_what_they_say() -> None:

@@ -21,10 +21,11 @@ from pathlib import Path
 import pytest
 from docs_pages import DOCS, ROOT, blocks
 
+from own_home import own_home
+
 SHORTER = {
     # The last evaluation reads every held-out file.
     "shoal train --minutes 3": "shoal train --minutes 0.05 --set evaluation.final=false",
-    "shoal demo": "shoal demo --minutes 0.05 --set evaluation.final=false",
     "claims run dissect": "claims run dissect --quick",
     # The tests themselves keep the machine busy; the numbers are not looked at.
     "shoal bench serve": "shoal bench serve --anyway",
@@ -36,6 +37,8 @@ ELSEWHERE = ("pip install", "make ", "git ")
 def steps(page: Path) -> Iterator[tuple[str, str]]:
     """("shell", line), ("python", text) and (a file's name, text) of a page, in order."""
     for block in blocks(page):
+        if block.printed:
+            continue
         if block.language == "python":
             yield "python", block.text
         elif title := re.fullmatch(r'title="([\w.-]+)"', block.title):
@@ -70,15 +73,18 @@ def wait_for(port: int, child: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One home for all pages: the corpus is made into tokens once."""
-    return tmp_path_factory.mktemp("home")
+    """One home for all pages: the corpus is made into tokens once, kernels are compiled once."""
+    base = tmp_path_factory.getbasetemp()
+    # Workers' directories lie beside each other.
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "home-of-pages"
 
 
 def environment_of(home: Path, tmp_path: Path) -> dict[str, str]:
     """A directory as a reader has it."""
-    shutil.copytree(ROOT / "results", tmp_path / "results")
+    for name in ("results", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "SHOAL_HOME": str(home), "PATH": path}
+    return {**os.environ, "SHOAL_HOME": own_home(home), "PATH": path}
 
 
 def follow(pages: list[Path], home: Path, tmp_path: Path) -> None:
@@ -119,7 +125,7 @@ def run(kind: str, text: str, folder: Path, environment: dict[str, str]) -> None
     done = subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
-    # Status 1 of these is an answer: something may be mended, or does not fit.
+    # Status 1 of these is a result: something needs a fix, or does not fit.
     allowed = (0, 1) if "shoal doctor" in text or "--fit" in text else (0,)
     assert done.returncode in allowed, (text, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr, (text, done.stderr)

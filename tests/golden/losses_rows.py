@@ -111,7 +111,7 @@ def _plain() -> dict[str, Row]:
     rows["optimizer adamw not fused"] = _with(
         ALONE, optimizer={"name": "adamw", "lr": 1e-2, "fused": False}
     )
-    for name in ("stream", "document", "padded"):
+    for name in ("stream", "document", "padded", "best_fit"):
         rows[f"packing {name}"] = _with(ALONE, packing=name)
         rows[f"packing {name} dp2"] = _with(DP2, packing=name)
     return rows

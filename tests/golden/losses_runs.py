@@ -59,7 +59,7 @@ class Text:
 
     def __init__(self, vocab_size: int, size: int = 6000) -> None:
         source = generator(0, purpose="golden text")
-        self.end_of_text = 0
+        self.end_of_text, self.learned = 0, None
         self._tokens = np.empty(size, dtype=np.int64)
         offsets, last = [0], 1
         surprise, drawn = source.random(size), source.integers(1, vocab_size - 1, size)

@@ -60,6 +60,33 @@ def test_training_is_as_recorded(row: Row, dtype: str, name: str, tmp_path: Path
     agree(name.removesuffix(f" {dtype}"), dtype, train(row, dtype, tmp_path))
 
 
+SELECTIVE = {
+    "alone": {"dropout": 0.1},
+    "alone bf16": {},
+    "tp2 sp": {},
+    "pp2": {"dropout": 0.1},
+    "schedule zbv": {},
+    "cp2": {},
+    "shard zero3": {},
+    "moe ep2": {},
+    "peft lora": {},
+    "peft qlora": {},
+}
+
+
+@pytest.mark.parametrize("name", SELECTIVE)
+def test_what_is_kept_of_a_block_changes_no_bit(name: str, tmp_path: Path) -> None:
+    row = next(one for known, one in ROWS.items() if known.startswith(name))
+    plain, selective = (
+        train(row._replace(job={**row.job, **SELECTIVE[name], "recompute": way}), "fp32", tmp_path)
+        for way in ("none", "selective")
+    )
+    # What is computed again sends again.
+    for run in (plain, selective):
+        run.pop("sent", None)
+    assert selective == plain
+
+
 @pytest.mark.multi
 @pytest.mark.parametrize("world", PROCESSES)
 def test_processes_train_as_recorded(world: int, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ COMMANDS = {
     " --planner megatron --set planner.bubble=0.05",
     "galvatron": "train Llama-2-7b -m 8xA100-40GB --planner galvatron --global-batch 64"
     " --set planner.units=64 --set planner.layouts=4",
-    "what if": "train Llama-3-8B -m 8xH100 --planner rules --what-if --calibrate",
+    "what if": "train Llama-3-8B -m 8xH100 --planner rules --what-if",
     # What does not fit, and what is refused.
     "too large": "train falcon-40b -m 4xA100 --seq-len 2048 --top 2",
     "too large, --fit": "train Llama-2-13b -m 2xRTX-4090 --seq-len 2048 --fit",

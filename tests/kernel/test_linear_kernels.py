@@ -12,6 +12,7 @@ from shoal.kernel.calls import LinearCall, PointwiseCall
 from shoal.kernel.dispatch import kernels_of
 
 KERNELS = kernels_of("linear")
+PACKED = pytest.mark.parametrize("backend", ["packed", "amx"])
 
 
 def usable(backend: str, dtype: str = "bf16") -> None:
@@ -21,7 +22,7 @@ def usable(backend: str, dtype: str = "bf16") -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", ["cpp", "amx", "torch"])
+@pytest.mark.parametrize("backend", ["cpp", "packed", "amx", "torch"])
 @settings(max_examples=25, deadline=None)
 @given(m=rows, n=sizes, k=sizes, way=ways)
 def test_equals_the_reference(backend, dtype, m, n, k, way):
@@ -34,17 +35,18 @@ def test_equals_the_reference(backend, dtype, m, n, k, way):
         close(KERNELS[backend].prepare(call, weight, add)(x), wanted, TOLERANCE[dtype])
 
 
+@PACKED
 @settings(max_examples=25, deadline=None)
 @given(m=rows, f=sizes, k=sizes, way=ways)
-def test_gates_by_tiles_are_those_of_two_kernels(m, f, k, way):
-    usable("amx")
+def test_gates_of_packed_weights_are_those_of_two_kernels(backend, m, f, k, way):
+    usable(backend)
     weight, bias = made((2 * f, k), torch.bfloat16, way, 1), made((2 * f,), torch.bfloat16, way, 2)
     x = made((m, k), torch.bfloat16, way, 3)
     swiglu = kernels_of("swiglu")["cpp"].prepare(PointwiseCall("swiglu", m, 2 * f, f))
     call = LinearCall(m, 2 * f, k, gated=True)
     for add in (None, bias):
-        plain = KERNELS["amx"].prepare(LinearCall(m, 2 * f, k), weight, add)(x)
-        gated = KERNELS["amx"].prepare(call, weight, add)(x)
+        plain = KERNELS[backend].prepare(LinearCall(m, 2 * f, k), weight, add)(x)
+        gated = KERNELS[backend].prepare(call, weight, add)(x)
         assert torch.equal(gated, swiglu(plain))
         close(gated, KERNELS["reference"].prepare(call, weight, add)(x), TOLERANCE["bf16"])
 
@@ -62,6 +64,7 @@ def test_others_do_not_gate(backend):
         ("reference", "bf16"),
         ("cpp", "fp32"),
         ("cpp", "bf16"),
+        ("packed", "bf16"),
         ("amx", "bf16"),
     ],
 )
@@ -81,36 +84,45 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(backend, dt
         torch.set_num_threads(threads)
 
 
+@PACKED
 @pytest.mark.parametrize(("n", "k"), [(32, 32), (33, 40), (96, 65), (7, 256)])
-def test_what_was_packed_can_be_had_back(n, k):
-    usable("amx")
+def test_what_was_packed_can_be_had_back(backend, n, k):
+    usable(backend)
     weight = torch.randn(n, k).bfloat16()
     call = LinearCall(4, n, k)
-    ready = KERNELS["amx"].prepare(call, weight, torch.randn(n))
-    assert torch.equal(KERNELS["amx"].unpack(call, ready), weight)
+    ready = KERNELS[backend].prepare(call, weight, torch.randn(n))
+    assert torch.equal(KERNELS[backend].unpack(call, ready), weight)
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("cpp", "fp32"), ("amx", "bf16")])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("cpp", "fp32"), ("packed", "bf16"), ("amx", "bf16")]
+)
 def test_leading_dimensions_are_kept(backend, dtype):
     usable(backend, dtype)
     run = KERNELS[backend].prepare(LinearCall(1, 5, 8, dtype), made((5, 8), DTYPES[dtype]))
     assert run(torch.ones(2, 3, 8, dtype=DTYPES[dtype])).shape == (2, 3, 5)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 64), (40, 700, 96), (96, 1050, 4160)])
-def test_tiles_of_many_panels_equal_the_reference(m, n, k):
-    usable("amx")
+@PACKED
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 64, 64), (40, 700, 96), (96, 1050, 4160), (7, 64, 4160), (205, 70, 9280)]
+)
+def test_many_panels_equal_the_reference(backend, m, n, k):
+    usable(backend)
     weight, x = made((n, k), torch.bfloat16, seed=1), made((m, k), torch.bfloat16, seed=2)
     call = LinearCall(m, n, k)
     wanted = KERNELS["reference"].prepare(call, weight)(x)
-    close(KERNELS["amx"].prepare(call, weight)(x), wanted, TOLERANCE["bf16"])
+    close(KERNELS[backend].prepare(call, weight)(x), wanted, TOLERANCE["bf16"])
 
 
-def test_what_lies_beside_the_rows_does_not_get_into_the_sums():
-    usable("amx")
+@PACKED
+def test_what_lies_beside_the_rows_does_not_get_into_the_sums(backend):
+    usable(backend)
     x = torch.full((4, 40), float("nan"), dtype=torch.bfloat16)
     x[1] = 1
-    out = KERNELS["amx"].prepare(LinearCall(4, 33, 40), torch.ones(33, 40, dtype=torch.bfloat16))(x)
+    out = KERNELS[backend].prepare(LinearCall(4, 33, 40), torch.ones(33, 40, dtype=torch.bfloat16))(
+        x
+    )
     assert torch.equal(out[1], torch.full((33,), 40.0, dtype=torch.bfloat16))
     assert bool(out[[0, 2, 3]].isnan().all())
 

@@ -122,12 +122,13 @@ def test_equals_the_reference(case):
         # Padded tokens have no weight, but NaN times zero is NaN: the peer needs zeros there.
         args = [x.nan_to_num() if torch.is_tensor(x) and x.is_floating_point() else x
                 for x in given_] if backend == "torch" else given_  # fmt: skip
+        q, k, v, *where = given_
         expected, most = wanted, 1.0
+        if call.format != "plain":
+            most = float(kv_format(call.format).decode(*v).abs().max())
         if backend == "cpp" and call.format != "plain":
-            q, k, v, *where = given_
             rounded = dataclasses.replace(call, dtype="fp32")
             expected = BACKENDS["reference"].prepare(rounded)(in_codes(call, q), k, v, *where)
-            most = float(kv_format(call.format).decode(*v).abs().max())
         out = kernel.prepare(call)(*args)
         assert out.dtype == wanted.dtype
         assert error(call, out, expected, most) < 1, backend
@@ -279,17 +280,18 @@ def test_fewer_bits_move_fewer_bytes_and_exact_takes_the_invariant():
         assert dispatch(plain, exact=True).backend == "cpp"
 
 
+@pytest.mark.parametrize("backend", ["packed", "amx"])
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "size"), [(16, 8, 64, 16), (6, 2, 96, 5)])
-def test_chunks_of_prompts_by_tiles_equal_the_reference_however_they_are_cut(
-    heads, kv_heads, d, size
+def test_chunks_of_prompts_by_blocks_equal_the_reference_however_they_are_cut(
+    backend, heads, kv_heads, d, size
 ):
     call = PagedAttentionCall(1, 256, heads, kv_heads, d, size, "bf16", queries=64)
-    if BACKENDS["amx"].refuses(call):
-        pytest.skip(str(BACKENDS["amx"].refuses(call)))
+    if BACKENDS[backend].refuses(call):
+        pytest.skip(str(BACKENDS[backend].refuses(call)))
     lengths = [*range(1, 41), *range(101, 251), *range(300, 303)]
     requests = [0] * 40 + [1] * 150 + [2] * 3
     args = make(call, lengths, requests, seed=3)
-    run = BACKENDS["amx"].prepare(call)
+    run = BACKENDS[backend].prepare(call)
     whole = run(*args)
     assert error(call, whole, BACKENDS["reference"].prepare(call)(*args), 1.0) < 1
     q, keys, values, blocks, seen, owner = args
@@ -341,7 +343,7 @@ def test_a_branch_of_a_tree_sees_its_own_path_alone(backend, root, rows, dtype):
     assert error(call, out, wanted) < 1
 
 
-def test_trees_are_named_when_they_are_too_large_and_tiles_refuse_them():
+def test_trees_are_named_when_they_are_too_large_and_blocks_refuse_them():
     call = PagedAttentionCall(1, 1, 2, 1, 8, 16, "fp32", tree=True)
     q, k, v, blocks, lengths, _ = make(call, [80, 30])
     tree = torch.tensor([[15, 30], [1, 0]])
@@ -350,15 +352,14 @@ def test_trees_are_named_when_they_are_too_large_and_tiles_refuse_them():
             BACKENDS["cpp"].prepare(call)(q, k, v, blocks, lengths, None, tree)
     with pytest.raises(KernelError, match=r"tree: torch\.float32"):
         BACKENDS["reference"].prepare(call)(q, k, v, blocks, lengths, None, tree.float())
-    assert BACKENDS["amx"].refuses(dataclasses.replace(call, head_dim=64, dtype="bf16", queries=64))
+    branches = dataclasses.replace(call, head_dim=64, dtype="bf16", queries=64)
+    assert all("branches" in BACKENDS[name].refuses(branches) for name in ("packed", "amx"))
 
 
-def test_tiles_refuse_what_they_cannot_do():
-    amx = BACKENDS["amx"]
+@pytest.mark.parametrize("backend", ["packed", "amx"])
+def test_blocks_refuse_what_they_cannot_do(backend):
+    kernel = BACKENDS[backend]
     call = PagedAttentionCall(1, 256, 4, 2, 64, queries=64)
-    if "tiles" in str(amx.refuses(call)) or "CPU" in str(amx.refuses(call)):
-        pytest.skip(str(amx.refuses(call)))
-    assert amx.refuses(call) is None
-    assert "multiples of 32" in amx.refuses(dataclasses.replace(call, head_dim=80))
-    assert "8 queries" in amx.refuses(dataclasses.replace(call, queries=1))
-    assert "int8" in amx.refuses(dataclasses.replace(call, format="int8"))
+    assert "multiples of 32" in kernel.refuses(dataclasses.replace(call, head_dim=80))
+    assert "8 queries" in kernel.refuses(dataclasses.replace(call, queries=1))
+    assert "int8" in kernel.refuses(dataclasses.replace(call, format="int8"))

@@ -13,6 +13,7 @@ import pytest
 
 from shoal.core.errors import MachineError
 from shoal.machine import emulate as module
+from shoal.machine.core_limit import unlimited
 from shoal.machine.emulate import burst_bytes, emulate, sweep, unavailable
 
 SERVER = """
@@ -77,6 +78,41 @@ def test_a_transfer_takes_at_least_its_time(root):
         assert sleeper.poll() is None
     assert sleeper.returncode == -signal.SIGKILL
     assert not any(name in namespaces() for name in names)
+
+
+def test_every_direction_of_every_link_of_a_mesh_has_the_rate(root):
+    size, bandwidth = 4_000_000, 8e6
+    with emulate(3, bandwidth=bandwidth, packet=9000, mesh=True) as network:
+        quiet = {"stdout": subprocess.PIPE, "text": True}
+        servers = [
+            network.start(to, [sys.executable, "-c", SERVER, network.addresses[to], str(size)])
+            for to in range(3)
+        ]
+        # A ring: each host sends to the next one and receives from the one before.
+        clients = [
+            network.start(
+                one,
+                [sys.executable, "-c", CLIENT, network.addresses[(one + 1) % 3], str(size)],
+                **quiet,
+            )
+            for one in range(3)
+        ]
+        seconds = [float(client.communicate(timeout=30)[0]) for client in clients]
+        assert all(server.wait(10) == 0 for server in servers)
+    assert all(0.9 * size / bandwidth < one < 1.6 * size / bandwidth for one in seconds)
+
+
+def test_a_host_computes_on_its_share_of_a_core(root):
+    reason = unlimited()
+    if reason is not None:
+        pytest.skip(reason)
+    busy = "import time; b = time.perf_counter()\nwhile time.perf_counter() - b < 1: pass\n"
+    busy += "print(time.process_time())"
+    with emulate(1, bandwidth=1e6, cores=0.25) as network:
+        groups = network.groups
+        done = network.run([[sys.executable, "-c", busy]])
+    assert float(done[0].stdout) < 0.5
+    assert not any(group.exists() for group in groups)
 
 
 def test_commands_see_the_emulated_interface_alone(root):

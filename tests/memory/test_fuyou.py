@@ -193,8 +193,8 @@ def test_plans_say_what_binds():
     said = " ".join(part.notes(work, machine.model_copy(update={"device": device})))
     assert "the backward pass by read" in said
     assert "is too slow to hide" in said
-    assert "host_budget 1.0 MiB is below" in said
-    assert "device_budget 1.0 MiB is below" in said
+    assert "host_budget 1.05 MB is below" in said
+    assert "device_budget 1.05 MB is below" in said
 
 
 # The process that updates, in a thread of this one.

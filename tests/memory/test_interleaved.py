@@ -163,7 +163,7 @@ def test_low_precision_parameters_follow_fp32_ones():
 
 
 def test_bad_input():
-    with pytest.raises(TierFullError, match=r"sub_group_numel = 100: two sub-groups need 2.3 KiB"):
+    with pytest.raises(TierFullError, match=r"sub_group_numel = 100: two sub-groups need 2.40 kB"):
         interleaved({"stride": 2}, device=2048)
     with pytest.raises(ConfigError, match="sub_group_numel"):
         interleaved({}, sub_group=0)

@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import re
+import threading
 import time
 
 import pytest
@@ -332,6 +333,30 @@ def test_a_full_disk_names_tensor_and_scope(tmp_path, tokens, monkeypatch):
     cache.close()
 
 
+def test_what_is_let_go_during_a_write_that_fails_gives_its_place_back(
+    tmp_path, tokens, monkeypatch
+):
+    model = Stack()
+    cache = SSDTrain(path=str(tmp_path), adaptive=False).apply(model)
+    began, end = threading.Event(), threading.Event()
+
+    def full(*_):
+        began.set()
+        end.wait()
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(TierFullError, match=r"is full: .*a tensor .* needs"), cache:
+        loss = loss_of(model, tokens)
+        began.wait()
+        loss = None  # noqa: F841
+        end.set()
+        cache.written()
+    monkeypatch.undo()
+    assert left_on_disk(cache) == 0
+    cache.close()
+
+
 def test_out_of_place(tmp_path, tokens):
     cache = SSDTrain(path=str(tmp_path)).apply(Stack())
     with pytest.raises(MachineError, match=r"no step has begun"):
@@ -388,7 +413,7 @@ def test_endurance():
     shape = shape_of("shoal-4m")
     work = Work(shape=shape, job=TrainJob(model="shoal-4m", steps=1))
     (note,) = SSDTrain().notes(work, 1.0)
-    assert re.search(r"up to \d.* MiB a step .* out in \S+ years", note)
+    assert re.search(r"up to \d.* MB a step .* out in \S+ years", note)
     assert "lower last" in SSDTrain(last=99).notes(work, 1.0)[0]
     year = 365.25 * 86400
     assert lifetime_years(600e12, 600e12 / year, 1.0) == pytest.approx(1.0)

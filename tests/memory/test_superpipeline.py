@@ -380,7 +380,9 @@ def test_models_without_a_chain():
 
 
 def test_a_budget_that_is_too_small():
-    with pytest.raises(PlanError, match=r"k = 4, k' = 2 needs 18.\d KiB.*device_budget is 9.8 KiB"):
+    with pytest.raises(
+        PlanError, match=r"k = 4, k' = 2 needs 1[89].\d kB.*device_budget is 10.0 kB"
+    ):
         wrap(Stack(), 4, device="cpu", device_budget=10_000)
     with pytest.raises(PlanError, match=r"k = 1, k' = 1 needs"):
         wrap(Stack(), device="cpu", device_budget=4000)
@@ -437,5 +439,5 @@ def test_time_is_hidden_where_the_paper_says_so():
     best = choose(cells, goal=1.01)
     assert (best.k, best.k_prime) == (2, 1)
     assert choose(cells, goal=1.01, budget=MIB).k == 1
-    with pytest.raises(PlanError, match=r"k = 1, needs 1.0 MiB"):
+    with pytest.raises(PlanError, match=r"k = 1, needs 1.0\d MB"):
         choose(cells, budget=1000)

@@ -34,7 +34,13 @@ def test_sizes(text, nbytes):
 def test_what_is_no_size():
     with pytest.raises(ConfigError, match=r"64 meters.*such as 64MiB"):
         bytes_of("64 meters")
-    assert human_bytes(64 * MIB) == "64.0 MiB"
+    assert [human_bytes(n) for n in (12, 999.6, 64 * MIB, 1.5e9, 2e16)] == [
+        "12 B",
+        "1.00 kB",
+        "67.1 MB",
+        "1.50 GB",
+        "20.0 PB",
+    ]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40 * ALIGNMENT)), max_size=80))
@@ -63,7 +69,7 @@ def test_a_full_tier_tells_what_is_missing():
     first, middle, last = (tier.alloc(1000, "x") for _ in range(3))
     tier.free(first)
     tier.free(last)
-    with pytest.raises(TierFullError, match=r"weights needs 3.0 KiB of 4.0 KiB.*at least 4.0 KiB"):
+    with pytest.raises(TierFullError, match=r"weights needs 3.07 kB of 4.10 kB.*at least 4.10 kB"):
         tier.alloc(3000, "weights")
     tier.free(middle)
     tier.free(tier.alloc(4096, "all"))
@@ -158,7 +164,7 @@ def test_bad_disks(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match=r"cannot be written"):
         DiskTier(tmp_path / "file", MIB)
-    with pytest.raises(TierFullError, match=r"free and .* TiB are needed"):
+    with pytest.raises(TierFullError, match=r"free and .* PB are needed"):
         DiskTier(tmp_path, 2**60)
 
 

@@ -86,11 +86,13 @@ def test_the_experts_products_are_those_that_are_wanted():
         accelerate(copy.deepcopy(plain), {"grouped_linear": "loop"}, exact=True)
 
 
+@pytest.mark.parametrize("backend", ["packed", "amx"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_gates_are_computed_with_their_products_where_one_kernel_does_both(family):
-    if kernels_of("linear")["amx"].refuses(LinearCall(1, 8, 8)):
-        pytest.skip("no matrix tiles on this machine")
-    wanted = {"linear": "amx"}
+def test_gates_are_computed_with_their_products_where_one_kernel_does_both(family, backend):
+    reason = kernels_of("linear")[backend].refuses(LinearCall(1, 8, 8))
+    if reason:
+        pytest.skip(reason)
+    wanted = {"linear": backend}
     fused = accelerate(model(family, torch.bfloat16), wanted)
     apart = accelerate(model(family, torch.bfloat16), {**wanted, "swiglu": "cpp"})
     assert torch.equal(logits(fused), logits(apart))

@@ -98,7 +98,7 @@ def test_no_dropout_costs_nothing():
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 2.0])
 def test_wrong_shares_are_refused(p):
-    with pytest.raises(ConfigError, match=r"dropout = .*a share from 0 to below 1"):
+    with pytest.raises(ConfigError, match=r"dropout = .*a fraction in \[0, 1\)"):
         Dropout(p)
 
 

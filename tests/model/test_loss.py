@@ -99,3 +99,18 @@ def test_tokens_with_weights(chunks, learned):
             strict=True,
         ):
             assert (a - b).abs().max() < 1e-12
+
+
+@pytest.mark.gpu
+def test_an_accelerator_holds_few_logits():
+    hidden, _, targets = data(torch.float32, count=4096)
+    wide = torch.randn(50_000, 8).requires_grad_()
+    expected = torch.autograd.grad(token_loss_sum(hidden, wide, targets), (hidden, wide))
+    there = [x.detach().cuda().requires_grad_(x.requires_grad) for x in (hidden, wide)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = torch.autograd.grad(token_loss_sum(*there, targets.cuda()), there)
+    whole = 4 * len(targets) * len(wide)
+    assert torch.cuda.max_memory_allocated() - before < 0.5 * whole
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a.cpu(), b, rtol=1e-3, atol=1e-4)

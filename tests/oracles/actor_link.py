@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["Inlet", "Outlet"]
-
 _GO, _FAILED = 1, -1
 
 
@@ -61,7 +59,7 @@ class _Link:
     def _lost(self) -> RankError:
         self._left = 0
         other = self._comm.ranks[self._peer]
-        return RankError(f"the actors of rank {other} failed; its own error says why")
+        return RankError(f"the actors of rank {other} failed; see its own error")
 
 
 class Outlet(_Link):

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from shoal.plan.autotp.plan import TensorPlan
 
-__all__ = ["torch_styles"]
-
 
 def torch_styles(plan: TensorPlan) -> dict[str, ParallelStyle]:
     """Module -> style.

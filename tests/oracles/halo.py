@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["halo_exchange"]
-
 
 def halo_exchange(
     comm: Comm,

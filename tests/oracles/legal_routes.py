@@ -7,8 +7,6 @@ from itertools import pairwise
 from shoal.plan.routes.conflicts import Routes, _crowd, _meeting
 from shoal.plan.routes.path import RouteProblem
 
-__all__ = ["violation"]
-
 
 def violation(problem: RouteProblem, routes: Routes) -> str:
     """What is wrong with a plan, in words; empty if nothing is."""

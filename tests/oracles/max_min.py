@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["certificate"]
-
 
 def certificate(
     links: np.ndarray,

@@ -18,8 +18,6 @@ from shoal.claims.lab.placed.placement import GlobalTensor, RankMesh, from_local
 from shoal.core.errors import PlanError, require
 from shoal.ir.placement import Axis, Broadcast, Partial, Placement, Split
 
-__all__ = ["from_dtensor", "from_torch", "to_dtensor", "to_torch"]
-
 
 def to_torch(placement: Placement) -> list[Any]:
     """Torch's placements, one for each axis of the mesh."""

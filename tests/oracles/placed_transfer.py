@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["disjoint_elements", "transfer"]
-
 
 def transfer(
     comm: Comm,

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import shoal
 
-__all__ = ["PACKAGE", "nodes", "paths", "text", "tree"]
-
 PACKAGE = Path(shoal.__file__).parent
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from shoal.ir import Arrival
 
-__all__ = ["write_trace"]
-
 
 def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
     """Write arrivals as a trace that :class:`~shoal.cost.workloads.trace.TraceWorkload` reads."""

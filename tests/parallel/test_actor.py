@@ -343,4 +343,4 @@ def test_a_failure_on_one_rank_ends_the_other(side: str) -> None:
 
     failed, result = run_ranks(2, rank)[:: 1 if side == "sender" else -1]
     assert failed == "bad item"
-    assert "failed; its own error says why" in result
+    assert "failed; see its own error" in result

@@ -116,16 +116,19 @@ def test_every_operation_has_a_kernel_and_a_case() -> None:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_signature_equals_the_unsharded_operation(mesh: Mesh) -> None:
+    cases = []
+    for kind, shapes, given in CASES:
+        attributes = {**given, **OPTIONS.get(kind, {})}
+        xs = inputs_of((kind, shapes, attributes))
+        # Axes are independent of each other; of their combinations a part will do.
+        signatures = legal(kind, shapes, attributes, mesh)[:: 1 if len(mesh) == 1 else 3]
+        cases.append((kind, shapes, attributes, xs, one_rank(kind, xs, attributes), signatures))
+
     def rank(comm: ThreadComm) -> int:
         done = 0
         on = RankMesh(comm, mesh)
-        for kind, shapes, given in CASES:
-            attributes = {**given, **OPTIONS.get(kind, {})}
-            xs = inputs_of((kind, shapes, attributes))
-            wanted = one_rank(kind, xs, attributes)
-            signatures = legal(kind, shapes, attributes, mesh)
-            # Axes are independent of each other; of their combinations a part will do.
-            for seed, signature in enumerate(signatures[:: 1 if len(mesh) == 1 else 3]):
+        for kind, shapes, attributes, xs, wanted, signatures in cases:
+            for seed, signature in enumerate(signatures):
                 placed = [
                     shares(x, p, on, seed + i)
                     for i, (x, p) in enumerate(zip(xs, signature.inputs, strict=True))

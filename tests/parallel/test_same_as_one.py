@@ -136,7 +136,7 @@ def test_single_precision():
     [({"tp": 2, "sp": True}, {}), ({"tp": 2}, {"family": "qwen3", "qk_norm": True})],
 )
 def test_a_norm_whose_gradient_is_not_summed_is_found(monkeypatch, split, model):
-    monkeypatch.setattr(part, "_sum", lambda _parameters, _comm: None)
+    monkeypatch.setattr(part, "sum_together", lambda _parameters, _comm: None)
     with pytest.raises(AssertionError, match=r"norm\.weight: ranks that hold the same"):
         same_as_one(job(split), config(**model))
 
@@ -150,7 +150,7 @@ def test_clipping_by_a_norm_that_counts_copies_is_found(monkeypatch):
 
 
 def test_tied_embeddings_whose_gradients_are_not_summed_are_found(monkeypatch):
-    monkeypatch.setattr(part, "_sum", lambda _parameters, _comm: None)
+    monkeypatch.setattr(part, "sum_together", lambda _parameters, _comm: None)
     with pytest.raises(AssertionError, match=r"embed\.weight"):
         same_as_one(job({"pp": 2}), config(tied=True))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -149,20 +151,27 @@ def worst(found, expected):
     )
 
 
+DROPOUT = Dropout(0.2, 7)
+
+
+@functools.cache
+def one_rank(family, tied):
+    """A model, what it computes and its result, which every split of it is compared with."""
+    config = CONFIGS[family].model_copy(update={"tied": tied})
+    model, mb = random_model(config), batch(config, documents=tied)
+    loss, expected = reference(model, mb, DROPOUT)
+    return config, mb, {name: p.detach() for name, p in model.named_parameters()}, loss, expected
+
+
 @pytest.mark.parametrize("vocab", ["tp", "none"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", list(CONFIGS))
 def test_equals_one_rank(family, tp, sp, tied, vocab):
-    config = CONFIGS[family].model_copy(update={"tied": tied})
-    model = random_model(config)
-    mb = batch(config, documents=tied)
-    dropout = Dropout(0.2, 7)
-    loss, expected = reference(model, mb, dropout)
-    values = {name: p.detach() for name, p in model.named_parameters()}
+    config, mb, values, loss, expected = one_rank(family, tied)
     parallel = Parallel(tp=tp, sp=sp, vocab=vocab)
-    results = run(config, parallel, mb, values, dropout, recompute=sp)
+    results = run(config, parallel, mb, values, DROPOUT, recompute=sp)
     assert [result[0] for result in results] == pytest.approx([loss] * tp, rel=1e-11)
     assert worst(gathered(config, parallel, results), expected) < 1e-10
 

@@ -130,7 +130,7 @@ def test_every_tier_is_checked() -> None:
     with pytest.raises(PlanError, match=r"zero_infinity: too little (host|disk), .* of the disk"):
         best(job(), machine(host=1, disk=1), "zero_infinity")
     unknown = best(job(), machine(host=None, disk=None), "zero_infinity")
-    assert "whose size one does not say" in unknown.why
+    assert "whose size is not stated for one" in unknown.why
 
 
 def test_nothing_fits() -> None:
@@ -152,7 +152,7 @@ def test_every_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(fitting) > 1
     assert fitting == sorted(fitting)
     assert [way.fits for way in ways] == sorted((way.fits for way in ways), reverse=True)
-    monkeypatch.setattr("shoal.machine.described.load", lambda _: machine())
+    monkeypatch.setattr("shoal.api.jobs.load", lambda _: machine())
     words = ["train", "SmolLM2-135M", "--seq-len", "512", "--global-batch", "8", "--fit"]
     result = CliRunner().invoke(app, [*words, "--precision", "fp32", "--set", "grad_clip=0"])
     assert result.exit_code == 1, result.output

@@ -157,7 +157,7 @@ def test_gives_up_only_if_asked() -> None:
         ("a in 4..1", r"4 .. 1 is empty"),
         ("a in 1..4; a in 1..5", "a is declared twice"),
         ("a in 1..4; a <= ", "expected more, found the end"),
-        ("a in 1..4; a <= 2 2", "expected the end, found '2'"),
+        ("a in 1..4; a <= 2 2", "expected the end of the statement, found '2'"),
         ("a in 1..4; a / 2 <= 1", r"'/' is no number, name or sign"),
         ("a in 1..4; (a <= 2", r"expected '\)', found the end"),
         ("a in 1..4; a % 2 == 1", r"write a remainder r as"),

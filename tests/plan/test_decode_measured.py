@@ -74,7 +74,7 @@ def test_plans_cite_it():
     (result,) = decoding_notes(guessing, machine)
     assert "0.97x with 1 request" in result
     (advice,) = decoding_notes(plain, machine)
-    assert "speculative would pay: medusa" in advice
+    assert "speculative decoding would be faster: medusa" in advice
     assert decoding_notes(plain, load("H100")) == ()
 
 

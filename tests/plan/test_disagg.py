@@ -333,3 +333,11 @@ def test_phases_are_written_for_other_engines(engine: str) -> None:
         assert str(number) in files["router.sh"]
     with pytest.raises(PlanError, match="one server does both phases"):
         EMITTERS.build("llamacpp").emit(plan)
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (job(), load("2xH100"), Slo(ttft=0.15, tpot=0.03))
+    alone = plan_goodput(*given, tolerance=2.0)
+    monkeypatch.setattr("shoal.plan.serving.disagg._LONG", 0)
+    assert plan_goodput(*given, tolerance=2.0, processes=2) == alone

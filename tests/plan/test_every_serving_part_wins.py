@@ -88,7 +88,7 @@ WINS: dict[str, Wins] = {
     ),
     "speculative.ngram": Wins(
         "H100", "Qwen3-8B", {"name": "code", "requests": 12}, {**GPU, "max_position": 2048},
-        "answers repeat parts of their prompts, and nobody has trained a drafter",
+        "answers repeat parts of their prompts, and there is no draft model",
     ),
     **{
         f"speculative.{name}": Wins(
@@ -99,7 +99,7 @@ WINS: dict[str, Wins] = {
 }  # fmt: skip
 
 NEVER: dict[str, str] = {
-    "scheduler.static": "a baseline: nobody joins a batch",
+    "scheduler.static": "a baseline: no request joins a running batch",
     "scheduler.temporal_fusion": "room for the longest answer is kept from the start, and what it "
     "saves on the host is not priced",
     "kv.contiguous": "a baseline: as fast as `paged` at best",

@@ -9,7 +9,7 @@ import pytest
 from shoal.claims.lab.layer_exact import optimum
 from shoal.core.errors import ConfigError, PlanError
 from shoal.cost.shapes import find
-from shoal.cost.training.layer_plan import estimate_layers, seconds_of
+from shoal.cost.training.layer_plan import estimate_layers, plan_of, seconds_of, stage_costs
 from shoal.cost.training.layers import ModelLayer, layers_of
 from shoal.cost.training.layerwise import LayerPricer
 from shoal.cost.training.step import estimate
@@ -72,6 +72,49 @@ def test_layers_and_rejected_alternatives_are_told():
     notes = plans[0].notes
     assert any(note.startswith(("layers 0-", "layer 0")) for note in notes)
     assert any(note.startswith("rejected: pp") for note in notes)
+
+
+def wide():
+    """A small model most of which is its vocabulary, and two ranks with a slow link."""
+    shape = find("Llama-3-8B").model_copy(
+        update={"hidden": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+        | {"ffn_hidden": 384, "num_layers": 4, "vocab_size": 32768, "max_position": 256}
+    )
+    machine = Machine(
+        name="two",
+        nodes=2,
+        device=Device(
+            name="one thread",
+            kind="cpu",
+            num_cores=1,
+            matmul_flops={"fp32": 3e10},
+            memory=(MemoryTier(name="dram", capacity_bytes=2**34, read_bandwidth=1e10),),
+        ),
+        links=(Link(scope="node", bandwidth=25e6, latency_s=1e-4),),
+    )
+    return shape, machine
+
+
+def test_a_wide_vocabulary_is_shared_and_its_blocks_are_not():
+    """Its gradient is sent once a step, as are the blocks' sums: each wants the other split."""
+    shape, machine = wide()
+    job = TrainJob(
+        model="wide", steps=1, seq_len=128, global_batch=16, precision="fp32", microbatch=None
+    )
+    planner = Galvatron(runnable=True)
+    options, _ = planner.search(job, machine, shape, layers_of(shape), world=2)
+    best = next(option for option in options if option.pp == 1)
+    made = to_job(job, best.solution.plan, "fp32")
+    assert (made.parallel.tp, made.parallel.dp) == (2, 1)
+    assert {made.degrees(group) for group in made.layers} == {(2, 1, 1)}
+    check_split(made, shape)
+    # The price of the job is that of the search, the ends' own layout included.
+    again = plan_of(made, shape)
+    pricer = LayerPricer(made, machine, shape)
+    stages = stage_costs(pricer, layers_of(shape), again)
+    assert seconds_of(stages, again.microbatches) == pytest.approx(best.solution.seconds)
+    uniform = planner.best_uniform(job, machine, shape, layers_of(shape), best)
+    assert uniform.pp == 2 or uniform.solution.seconds > best.solution.seconds
 
 
 def test_runnable_plans_run():

@@ -19,7 +19,7 @@ def job(objective: str) -> TrainJob:
     "objective", [o if o == "time" else pytest.param(o, marks=pytest.mark.slow) for o in UNITS]
 )
 def test_no_plan_that_fits_is_better_at_it(objective: str) -> None:
-    machine = load("2x4xH100@ETH25")
+    machine = load("2x2xH100@ETH25")
     plans = PLANNERS.build({"name": "search", "keep": 10_000}).plan(job(objective), machine)
     values = [
         worth(p.job, machine, p.estimate.step_s.value) for p in plans if p.fits and p.estimate

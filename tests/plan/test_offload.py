@@ -42,7 +42,7 @@ def test_budgets_say_what_does_not_fit_and_reach_the_part():
     assert order == sorted(order)
     assert any(way.beyond == ("device",) for way in result)
     small = priced({"device": MIB}, only="zero_infinity")
-    assert all("device_budget 1.0 MiB is below" in " ".join(way.notes) for way in small)
+    assert all("device_budget 1.05 MB is below" in " ".join(way.notes) for way in small)
 
 
 def test_a_part_that_refuses_says_why():

@@ -37,7 +37,7 @@ from shoal.plan.serving.inputs import arrivals_of, precision_of
 from shoal.plan.serving.memory import token_bytes
 from shoal.plan.serving.plans import competing, plan_serve
 from shoal.plan.serving.simulation import build_scheduler, simulate_plan
-from shoal.plan.serving.table import COLUMNS, explain, rank
+from shoal.plan.serving.table import choices, numbers, rank, rates, tables
 
 LAPTOP = load("laptop")
 LINE = FittedStepCost(
@@ -203,7 +203,7 @@ def test_says_what_binds() -> None:
     crowded = plan_serve(
         job(workload={"name": "code", "rate": 1e4, "requests": 300}, max_running=2), LAPTOP
     )
-    assert "overloaded: when the last of 300 requests comes" in crowded.why
+    assert "overloaded: when the last of 300 requests arrives" in crowded.why
     full = plan_serve(job(kv_tokens=1024, scheduler={"name": "fcfs", "watermark": 0}), LAPTOP)
     assert any("more kv_tokens" in note for note in full.notes)
     shared = plan_serve(job(workload={"name": "shared_prefix", "scale": 8}), LAPTOP)
@@ -315,12 +315,14 @@ def test_continuous_batching_and_paging_rank_first_where_they_should() -> None:
     ranked = rank(plans)
     assert ranked[0].job.scheduler.name == "fcfs"
     assert ranked[0].job.kv.name == "paged"
-    rows = explain(ranked)
-    assert all(tuple(row) == COLUMNS for row in rows)
-    assert rows[0]["plan"] == "fcfs paged fp32"
+    rows = numbers(ranked).records()
+    # Of one device, and it has one.
+    assert [row["tok/s"] for row in rows] == [r["tokens/s"] for r in rates(ranked).records()]
+    assert "USD/M" not in rows[0]  # a laptop has no price
+    assert choices(ranked).records()[0]["plan"] == "fcfs paged fp32"
     unfit = plan_serve(job("Qwen3-14B"), LAPTOP)
     assert rank([unfit, *plans])[-1] is unfit
-    assert explain([unfit])[0]["tokens/s"] == "-"
+    assert tables([unfit])[0].title == "no plan fits in memory"
 
 
 def test_agrees_with_a_published_measurement() -> None:
@@ -412,12 +414,12 @@ def test_a_model_too_large_for_one_device_is_told_how_many() -> None:
     machine = load("4xH100")
     plan = plan_serve(job("Llama-3.1-70B", workload=SPLIT, max_position=4096), machine)
     assert not plan.fits
-    assert "parallel.tp = 2 would fit" in " ".join(plan.notes)
+    assert "parallel.tp = 4 would fit" in " ".join(plan.notes)
     plan = plan_serve(
-        job("Llama-3.1-70B", workload=SPLIT, max_position=4096, parallel={"tp": 2}), machine
+        job("Llama-3.1-70B", workload=SPLIT, max_position=4096, parallel={"tp": 4}), machine
     )
     assert plan.fits
-    assert "tp2" in explain([plan])[0]["plan"]
+    assert "tp4" in choices([plan]).records()[0]["plan"]
 
 
 def test_a_balancer_changes_what_replicas_have_in_their_caches() -> None:

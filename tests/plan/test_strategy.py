@@ -11,7 +11,7 @@ from shoal.plan.strategy import PLANNERS
 from shoal.plan.strategy.judge import fits
 from shoal.plan.strategy.remedy import enlarged
 from shoal.plan.strategy.space import candidates, divisors, legal_parallel
-from shoal.plan.table import COLUMNS, explain, spell
+from shoal.plan.table import choices, numbers, spell
 
 
 def gpus(nodes=1, per=8):
@@ -65,9 +65,10 @@ def test_plans_are_concrete_ranked_and_explained(planner):
         assert TrainPlan.model_validate(result.model_dump(mode="json")) == result
     fitting = [p.fits for p in plans]
     assert fitting == sorted(fitting, reverse=True)
-    rows = explain(plans)
-    assert all(tuple(row) == COLUMNS for row in rows)
-    assert rows[0]["price"].endswith(" USD") and rows[0]["fits"] == "yes"
+    rows = numbers(plans).records()
+    assert [row["#"] for row in rows] == [str(n) for n in range(1, len(plans) + 1)]
+    assert float(rows[0]["USD"].replace(",", "")) > 0 and rows[0]["devices"] == "16"
+    assert choices(plans).records()[0]["plan"] == spell(plans[0])
 
 
 @pytest.mark.slow
@@ -178,8 +179,8 @@ def test_bad_input():
     with pytest.raises(ConfigError, match=r"planner\.search\.keep"):
         PLANNERS.build({"name": "search", "keep": 0})
     by_hand = TrainPlan(job=TrainJob(), machine=LAPTOP, shape=find("shoal-4m"))
-    with pytest.raises(ConfigError, match=r"plan\.estimate"):
-        explain([by_hand])
+    with pytest.raises(PlanError, match="the plan has no estimate"):
+        numbers([by_hand])
 
 
 @pytest.mark.slow

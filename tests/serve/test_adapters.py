@@ -196,9 +196,9 @@ def test_who_is_merged_when(tuned, engine_for):
     )
     bank = engine.hooks["adapters"].bank
     want = answers(engine, [(prompts(1)[0], "lora")])
-    with pytest.raises(ServeError, match="expected one of lora, rslora"):
+    with pytest.raises(ServeError, match="expected one of those in memory: lora, rslora"):
         bank.merge("sql")
-    with pytest.raises(ServeError, match="expected the one that is merged, none"):
+    with pytest.raises(ServeError, match="expected the one that is merged: none"):
         bank.unmerge("lora")
     engine.add(Request("x", [1, 2], 2, SamplingParams(max_tokens=2)))
     with pytest.raises(ServeError, match=r"open requests for the model itself .* = 1"):
@@ -221,6 +221,32 @@ def test_who_is_merged_when(tuned, engine_for):
     bank.merge("lora")
     bank.unload("lora")
     assert bank.merged is None and bank.names == ("rslora",)
+
+
+def test_no_recorded_step_computes_with_weights_that_are_gone(tuned, engine_for):
+    from shoal.serve.engine.build import prepare
+
+    base, result = tuned
+    places = first, second = result["lora"][0], result["rslora"][0]
+    asked = [(prompts(1)[0], "one")]
+
+    def served(place):
+        fields = {"precision": "fp32", "adapters": {"one": place}}
+        job = ServeJob(model="tiny", **fields)
+        return engine_for(prepare(job, copy.deepcopy(base)), **fields)
+
+    want = {place: answers(served(place), asked) for place in places}
+    assert want[first] != want[second]
+    engine = served(first)
+    bank = engine.hooks["adapters"].bank
+    for place in (*places, first):
+        # Nothing is computed between one that is merged and the next of the same name.
+        bank.unload("one")
+        bank.load("one", Path(place))
+        bank.merge("one")
+        for _ in range(2):
+            assert answers(engine, asked) == want[place]
+    assert not engine.hooks["recording"].reasons, "steps were recorded"
 
 
 def test_weights_in_few_bits_take_no_adapter_in(tuned, engine_for):

@@ -7,9 +7,17 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from own_home import own_home
+
 torch = pytest.importorskip("torch")
 
-from shoal.core.errors import ConfigError, PlanError, ServeError  # noqa: E402
+import shoal  # noqa: E402
+from shoal.core.errors import (  # noqa: E402
+    ConfigError,
+    ModelError,
+    NoisyMachineError,
+    PlanError,
+)
 from shoal.core.parts import Choice  # noqa: E402
 from shoal.cost.score import Score  # noqa: E402
 from shoal.cost.serving.simulator import SimulatedRunner, simulate  # noqa: E402
@@ -75,7 +83,7 @@ def test_replay_in_virtual_time_is_the_simulation(rate):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SHOAL_HOME", own_home(tmp_path / "home"))
     return tmp_path
 
 
@@ -99,7 +107,6 @@ def test_a_report_with_prediction_and_measurement(home):
         machine=load("laptop"),
         model=model,
         profile_s=0.2,
-        wait_s=None,
         on_plan=notes.append,
     )
     assert notes == [report.plan]
@@ -118,7 +125,7 @@ def test_a_report_with_prediction_and_measurement(home):
 
 def test_what_is_planned_for_gpus_is_not_measured_on_a_cpu(home):
     model, _ = weights_of(JOB)
-    options = {"requests": 2, "rate": 500.0, "model": model, "profile_s": 0, "wait_s": None}
+    options = {"requests": 2, "rate": 500.0, "model": model, "profile_s": 0}
     with pytest.raises(PlanError, match=r"made for GPUs of H100.*the CPU.*--anyway"):
         bench_serve(JOB, machine=load("H100"), **options)
     report = bench_serve(JOB, machine=load("H100"), anyway=True, **options)
@@ -126,12 +133,30 @@ def test_what_is_planned_for_gpus_is_not_measured_on_a_cpu(home):
     assert report.plan.predicted
 
 
+def test_a_run_on_a_busy_machine_says_how_to_measure_and_leaves_nothing(home, monkeypatch):
+    monkeypatch.setattr("shoal.core.measure.noise_reasons", lambda: ["a compiler runs"])
+    monkeypatch.setattr("shoal.serve.bench.replay._WAIT_S", 0.05)
+    events = []
+    with pytest.raises(NoisyMachineError, match=r"compiler.*--anyway \(anyway=True in Python\)"):
+        shoal.run(JOB, machine="laptop", directory=home / "run", watch=events.append)
+    assert "anyway=True" in events[0]["state"][2]
+    assert not (home / "run").exists()
+
+
 def test_what_cannot_be_benchmarked(home):
-    with pytest.raises(ServeError, match=r"did you mean 'shoal-4m'"):
+    with pytest.raises(ModelError, match=r"did you mean 'shoal-4m'"):
         weights_of(JOB.model_copy(update={"model": "shoal-4x"}))
     with pytest.raises(ConfigError, match="workload"):
         with_workload(JOB.model_copy(update={"workload": Choice(name="chatt")}), requests=3)
     assert with_workload(JOB) == JOB
+
+
+def test_the_model_is_looked_up_before_the_machine_is_waited_for(home, monkeypatch):
+    from shoal.app.cli import app
+
+    monkeypatch.setattr("shoal.app.show.wait_until_quiet", lambda **_: pytest.fail("waited"))
+    done = CliRunner().invoke(app, ["bench", "serve", "--model", "nothing", "-m", "laptop"])
+    assert isinstance(done.exception, ModelError) and "'nothing'" in str(done.exception)
 
 
 def test_the_command(home):

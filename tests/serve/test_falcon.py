@@ -154,7 +154,7 @@ def test_kernels_of_inference_guess_too(weights, target, tmp_path, serve_all):
     assert engine.runner.drafter.memory_bytes() > engine.runner.drafter.net.nbytes
 
 
-@pytest.mark.parametrize("recordable", ["cpp", "amx"], indirect=True)
+@pytest.mark.parametrize("recordable", ["cpp", "packed", "amx"], indirect=True)
 def test_recorded_passes_make_what_others_make(target, tmp_path, serve_all, recordable):
     written(tmp_path / "net", target, 2)
     job = job_of(target, tmp_path / "net", forwards=2).model_copy(update={"precision": "bf16"})

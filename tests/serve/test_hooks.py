@@ -47,10 +47,11 @@ def told_by(hook_type, log, name):
 def test_hooks_stand_in_the_order_whenever_they_are_registered(random_model, engine_for):
     engine = engine_for(random_model("qwen3"), precision="fp32", **TECHNIQUES)
     places = [hook.kind for hook in engine.hooks]
-    want = ["counters", "isolation", "host_copies", "adapters", "pooling", "grammar"]
+    want = ["counters", "isolation", "host_copies", "adapters", "pooling", "prompt_logprobs"]
+    want.append("grammar")
     assert [one for one in places if one != "recording"] == want
     inside = [hook.kind for hook in engine.runner.hooks]
-    assert [one for one in inside if one != "recording"] == [*want[2:5], "penalties", "grammar"]
+    assert [one for one in inside if one != "recording"] == [*want[2:6], "penalties", "grammar"]
     for given in (list(engine.hooks), list(engine.hooks)[::-1]):
         assert [hook.kind for hook in EngineHooks(given)] == places
     assert sorted(places, key=ORDER.index) == places

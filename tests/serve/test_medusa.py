@@ -10,9 +10,11 @@ torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError, ModelError  # noqa: E402
 from shoal.ir import ServeJob  # noqa: E402
+from shoal.machine.described import load  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.medusa import MedusaHeads  # noqa: E402
+from shoal.plan.serving.plans import plan_serve  # noqa: E402
 from shoal.plan.trees.drafting import FixedDrafting  # noqa: E402
 from shoal.serve.engine.build import engine_of, load_model  # noqa: E402
 
@@ -66,6 +68,24 @@ def test_same_tokens_as_plain_decoding(options, served, serve_all):
     assert engine.stats()["draft_trees_total"] > 20
     sampled = {"max_tokens": 30, "temperature": 0.8, "seed": 3}
     assert serve_all(engine, prompts(), **sampled) == serve_all(plain, prompts(), **sampled)
+
+
+@pytest.mark.parametrize("tree", ["auto", "chain"])
+def test_heads_that_were_never_right_are_served_and_do_not_guess(tree, served, serve_all):
+    target, heads_dir, _ = served
+    (heads_dir / files.CONFIG).write_text(
+        json.dumps(
+            json.loads((heads_dir / files.CONFIG).read_text())
+            | {"calibration": [[0.0] * 3] * HEADS}
+        )
+    )
+    job = job_of(target, heads_dir, tree=tree)
+    assert plan_serve(job, load("laptop")).predicted
+    engine = engine_of(job, load_model(job))[0]
+    plain = engine_of(job.model_copy(update={"speculative": None}), load_model(job))[0]
+    answers = [serve_all(one, prompts(), max_tokens=10) for one in (engine, plain)]
+    assert answers[0] == answers[1]
+    assert engine.stats()["draft_trees_total"] == 0
 
 
 def test_trees_hold_the_best_guesses_of_the_heads(served, serve_all):

@@ -19,7 +19,7 @@ from thread_ranks import thread_engine  # noqa: E402
 from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.core.errors import ModelError, RankError, ServeError, ShoalError  # noqa: E402
 from shoal.core.random import generator  # noqa: E402
-from shoal.ir import Request, SamplingParams, ServeJob, Step, StepResult  # noqa: E402
+from shoal.ir import Request, SamplingParams, ServeJob, Step, StepResult, TokenInfo  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.parameters import Parameters  # noqa: E402
 from shoal.serve.ranks.boundary import RankBoundary  # noqa: E402
@@ -199,7 +199,9 @@ def test_commands_tell_what_is_new():
     request.state = "finished"
     command = writer.command(Step(()))
     assert command["over"] == ["a"]
+    scored = {"c": (5, (TokenInfo(-0.5, ((7, -0.25),)), TokenInfo(-1.0)))}
     result = StepResult({"a": (3,)}, vectors={"a": [0.5]}, failed={"b": "no"}, seconds=0.5)
+    result.prompts = scored
     assert unpack_result(pack_result(0, result)) == result
 
 

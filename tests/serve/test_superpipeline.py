@@ -37,7 +37,7 @@ def test_tokens_are_those_of_resident_weights(deep, engine_for, serve_all):
 
 
 def test_what_cannot_be(deep):
-    with pytest.raises(PlanError, match=r"superpipeline: k = 20.*device_budget is 97.7 KiB"):
+    with pytest.raises(PlanError, match=r"superpipeline: k = 20.*device_budget is 100 kB"):
         prepare(job(name="superpipeline", k=20, device_budget=100_000), deep())
     with pytest.raises(ConfigError, match=r"superpipeline.k = 25: expected 1 to 24"):
         prepare(job(name="superpipeline", k=25), deep())

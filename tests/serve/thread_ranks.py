@@ -12,6 +12,7 @@ from shoal.ir import SchedulerLimits, Step
 from shoal.serve.cache.host import HostCopyHook
 from shoal.serve.engine.ahead import AheadEngine
 from shoal.serve.engine.pooling import PoolingHook
+from shoal.serve.engine.prompt_logprobs import PromptLogprobs
 from shoal.serve.ranks.commands import CommandQueue, CommandWriter
 from shoal.serve.ranks.part import check_parts
 from shoal.serve.ranks.worker import Rank
@@ -113,6 +114,6 @@ def thread_engine(job, model, **options):
     ranks = ThreadRanks(job, model, kv.num_blocks, kv.block_size, **options)
     preemption = table("preempt").build(job.preempt).build(kv, limits, host_tokens=job.host_tokens)
     scheduler = table("scheduler").build(job.scheduler).build(kv, limits, preemption)
-    hooks = (HostCopyHook(), PoolingHook())
+    hooks = (HostCopyHook(), PoolingHook(), PromptLogprobs())
     vocab = model.config.vocab_size
     return AheadEngine(scheduler, ranks, kv=kv, vocab_size=vocab, hooks=hooks), ranks

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from own_home import own_home
 from shoal.cost.shapes import find
 from shoal.cost.training.step import estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan, Work
-from shoal.train.run import with_kernels
+from shoal.train.planning import with_kernels
 
 # The tests of this room share modules that are no tests.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -48,7 +49,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A score and caches of the tests' own."""
     patch = pytest.MonkeyPatch()
-    patch.setenv("SHOAL_HOME", str(tmp_path_factory.mktemp("home")))
+    patch.setenv("SHOAL_HOME", own_home(tmp_path_factory.mktemp("home")))
     yield
     patch.undo()
 

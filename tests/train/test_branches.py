@@ -82,7 +82,7 @@ def test_resume_follows_the_branch_that_ran_last(make_plan: Make, tmp_path: Path
     store = run / "checkpoints"
     assert Store(store).steps() == (6, 8, 10)
     before = {path: path.stat().st_ino for path in store.glob("step-*")}
-    with pytest.raises(RankError, match="goes on from step 6; continue with --resume"):
+    with pytest.raises(RankError, match="continues from step 6; continue with --resume"):
         execute(plan, run, from_step=6, inject=kill_at(6))
     with pytest.raises(RankError, match="last checkpoint: step 8"):
         execute(plan, run, resume=True, inject=kill_at(8))

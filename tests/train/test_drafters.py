@@ -406,9 +406,9 @@ def test_refused(
 def test_a_run_is_not_overwritten(make: Make, machine: Machine, tmp_path: Path) -> None:
     job = make(tokens=128)
     run(job, machine, tmp_path / "run")
-    with pytest.raises(ConfigError, match="a run lies there already"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         run(job, machine, tmp_path / "run")
-    with pytest.raises(ConfigError, match="is another job"):
+    with pytest.raises(ConfigError, match="a run of another job"):
         run(make(tokens=256), machine, tmp_path / "run", resume=True)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file  # noqa: E402
 from shoal.checkpoint.store import Store  # noqa: E402
 from shoal.core.errors import CheckpointError, ConfigError, PlanError  # noqa: E402
 from shoal.core.meter import read_events  # noqa: E402
-from shoal.core.parts import table  # noqa: E402
+from shoal.core.parts import Choice, table  # noqa: E402
 from shoal.ir import TrainPlan  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
@@ -193,5 +193,16 @@ def test_what_does_not_go_together_is_refused(make_plan: Make, base: Path) -> No
     for name in ("ladder", "offsite"):
         with pytest.raises(PlanError, match=f"recompute = full: .* none with finetune {name}"):
             check_composition(tuned(make_plan, base, finetune=name, recompute="full").job)
+    one, two = (tuned(make_plan, base, parallel={"dp": dp}).job for dp in (1, 2))
+    for lies in ("divided", "shared"):
+        with pytest.raises(PlanError, match=f"base = {lies} without finetune"):
+            check_composition(two.model_copy(update={"finetune": None, "base": lies}))
+    with pytest.raises(PlanError, match=r"base = divided with parallel\.dp = 1"):
+        check_composition(one.model_copy(update={"base": "divided"}))
+    check_composition(two.model_copy(update={"base": "divided"}))
+    for name in ("qlora", "offsite", "mezo", "dora", "pafi"):
+        divided = {"base": "divided", "finetune": Choice(name=name)}
+        with pytest.raises(PlanError, match=f"finetune = {name}: .* base divided.*divides_base"):
+            check_composition(two.model_copy(update=divided))
     with pytest.raises(ConfigError, match=r"lora\.r = 0"):
         make_plan(finetune={"name": "lora", "r": 0})

@@ -34,7 +34,7 @@ MOMENTS = [
 class Tokens:
     """One endless document."""
 
-    vocab_size, end_of_text, num_documents = 53, 0, 1
+    vocab_size, end_of_text, num_documents, learned = 53, 0, 1, None
 
     @property
     def train(self) -> Tokens:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from own_home import own_home
+
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError, PlanError  # noqa: E402
@@ -66,7 +68,7 @@ def test_jobs_that_cannot_be():
 
 def plan_of(model: str, **changes):
     from shoal.machine.described import load
-    from shoal.train.run import plan_job
+    from shoal.train.planning import plan_job
 
     job = {
         "model": model, "data": {"name": "tasks", "problems": 400, "heldout": 12},
@@ -83,7 +85,7 @@ def test_a_resumed_training_is_the_same(tmp_path: Path, monkeypatch):
     from shoal.model import huggingface
     from shoal.train.run import execute
 
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SHOAL_HOME", own_home(tmp_path / "home"))
     shape = tmp_path / "tiny.yaml"
     shape.write_text(
         "{name: tiny, family: mdlm, num_layers: 1, hidden: 32, num_heads: 2, num_kv_heads: 2, "

@@ -146,7 +146,7 @@ def test_another_run_in_the_way_is_named(prepared: Any, tmp_path: Path) -> None:
     plan, zero = prepared(checkpoint={"path": str(tmp_path / "shared")})
     one = RunDir(tmp_path / "one")
     plan.save(one.plan, header="another")
-    assert "another run lies there" in str(join(plan, zero, one)[0])
+    assert "contains another run" in str(join(plan, zero, one)[0])
     assert join(plan, zero, one, resume=True) == [None, None]
 
 
@@ -168,7 +168,7 @@ def test_bytes_that_were_changed_on_the_way_are_refused(prepared: Any, tmp_path:
             data[100] ^= 1
         return [bytes(data)]
 
-    with pytest.raises(DataError, match=r"train-00000\.bin: .* arrived, not the"):
+    with pytest.raises(DataError, match=r"train-00000\.bin: .* arrived instead of"):
         receive(path.name, files_of(path), fetch, tmp_path / "home")
     assert not [p for p in (tmp_path / "home").iterdir() if p.is_dir()]
     with pytest.raises(DataError, match="32 hexadecimal digits"):
@@ -230,5 +230,5 @@ def test_two_nodes_with_private_disks(make_plan: Make, tmp_path: Path) -> None:
     assert not (tmp_path / "node1" / "run" / "events.jsonl").exists()
     # Rank 0 prints what shoal train prints, and no other rank does.
     assert "training at step 0 of 6" in said[0][1]
-    assert "prediction beside measurement" in said[0][0]
+    assert "prediction and measurement" in said[0][0]
     assert "training at" not in said[1][1] and "prediction" not in said[1][0]

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, RankError
 from shoal.core.meter import read_events
 from shoal.ir import TrainPlan
-from shoal.train.run import execute, with_rounds
+from shoal.train.planning import with_rounds
+from shoal.train.run import execute
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -40,6 +42,7 @@ def test_a_killed_rank_is_named_and_the_resumed_run_is_bit_equal(
     run = tmp_path / "run"
     with pytest.raises(RankError, match=r"rank 1 of 2 .* was killed by SIGKILL"):
         execute(plan, run, inject=kill_at(14))
+    whole = Store(run / "checkpoints").steps()
     execute(plan, run, resume=True)
     assert losses(run) == losses(tmp_path / "straight")
     assert rounds(run) == rounds(tmp_path / "straight")
@@ -47,13 +50,15 @@ def test_a_killed_rank_is_named_and_the_resumed_run_is_bit_equal(
     events = list(read_events(run / "events.jsonl"))
     saved = [e["step"] for e in events if e["kind"] == "checkpoint"]
     assert set(saved) <= {8, 12, 16, 20, 24}, "checkpoints fall on rounds"
-    assert next(e["step"] for e in events if e["kind"] == "start" and e["resumed"]) in (8, 12)
+    # What is saved behind training may not be whole when a rank is killed.
+    assert set(whole) <= {8, 12} and (whole or plan.job.checkpoint.mode.name == "lazy")
+    assert [e["step"] for e in events if e["kind"] == "start" and e["resumed"]] == [*whole[-1:]]
     assert 0 <= report.measured["outer_exposed"] < 1
     for change in (
         {"sync": "every_step"},
         {"sync": {**sync, "tau": 2}},
     ):
-        with pytest.raises(CheckpointError, match=r"saved with sync = .*set it back"):
+        with pytest.raises(CheckpointError, match=r"saved with sync = .*restore that value"):
             execute(make_plan(parallel={"dp": 2}, **{**extra, **change}), run, resume=True)
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from own_home import own_home
+
 torch = pytest.importorskip("torch")
 
 from shoal.app.cli import app  # noqa: E402
@@ -184,7 +186,7 @@ def test_routers_of_another_model_can_be_taken(tmp_path):
 def test_the_commands(tmp_path, monkeypatch):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SHOAL_HOME", own_home(tmp_path / "home"))
     vocab = {f"t{i}": i for i in range(50)} | {"<|endoftext|>": 50}
     words = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

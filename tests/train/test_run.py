@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from own_home import own_home
 from shoal.checkpoint import SAVE_MODES
 from shoal.checkpoint.store import Store
 from shoal.core.errors import (
@@ -26,6 +27,8 @@ from shoal.core.errors import (
 from shoal.core.meter import read_events
 from shoal.cost.score import Score
 from shoal.ir import TrainPlan
+from shoal.train.layout import RunDir
+from shoal.train.report import report_of_ended
 from shoal.train.run import execute
 
 pytestmark = pytest.mark.multi
@@ -85,6 +88,19 @@ def test_a_run_leaves_everything(straight: Path) -> None:
     assert [row for row in Score().rows() if row.quantity == "step_s"]
 
 
+def test_a_finished_run_that_is_resumed_does_nothing_again(straight: Path) -> None:
+    plan = TrainPlan.load(straight / "plan.yaml")
+    events, rows = (straight / "events.jsonl").read_bytes(), len(Score().rows())
+    seen: list[dict[str, Any]] = []
+    report = execute(plan, straight, resume=True, watch=seen.append)
+    assert [event["kind"] for event in seen] == ["finished"]
+    assert report.measured == json.loads((straight / "report.json").read_text())["measured"]
+    assert (straight / "events.jsonl").read_bytes() == events
+    assert len(Score().rows()) == rows
+    longer = plan.model_copy(update={"job": plan.job.model_copy(update={"steps": 30})})
+    assert report_of_ended(longer, RunDir(straight)) is None
+
+
 def gpus(plan: TrainPlan) -> TrainPlan:
     """The same plan for GPUs."""
     device = plan.machine.device.model_copy(update={"kind": "gpu", "num_cores": None})
@@ -117,7 +133,7 @@ def test_a_plan_for_gpus_is_refused_on_a_cpu(
 def test_a_plan_for_gpus_on_a_cpu_is_never_scored(
     make_plan: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SHOAL_HOME", own_home(tmp_path / "home"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     report = execute(gpus(make_plan(steps=3)), tmp_path / "run", anyway=True)
     assert report.device == "cpu"
@@ -161,10 +177,12 @@ def test_a_run_that_saves_behind_is_killed_and_goes_on_with_equal_bits(
     run = tmp_path / "run"
     with pytest.raises(RankError, match="was killed by SIGKILL"):
         execute(plan, run, inject=kill_at(7))
+    whole = Store(tmp_path / "elsewhere").steps()
     execute(plan, run, resume=True)
     assert losses(run) == losses(straight)
     events = list(read_events(run / "events.jsonl"))
-    assert [e["step"] for e in events if e["kind"] == "start" and e["resumed"]]
+    # What is saved behind training may not be whole when a rank is killed.
+    assert [e["step"] for e in events if e["kind"] == "start" and e["resumed"]] == [*whole[-1:]]
     assert Store(tmp_path / "elsewhere").steps() == (20, 22, 24)
     assert not (run / "checkpoints").exists()
 
@@ -297,7 +315,7 @@ def test_a_rank_that_dies_while_the_run_stops_restarts_nothing(
 
 
 def test_bad_starts(make_plan: Make, straight: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a run lies there already"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         execute(make_plan(parallel={"dp": 2}), straight)
     with pytest.raises(ConfigError, match="at most 1024, the longest position"):
         execute(make_plan(seq_len=2048, global_batch=1, microbatch=1), tmp_path / "long")

@@ -80,15 +80,11 @@ def test_a_disk_without_room(base: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not [path for path in place.parent.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [({"finetune": None}, "without finetune"), ({"model": "shoal-0.3m"}, "a model directory")],
-)
-def test_what_cannot_be_shared(base: Path, changes: dict[str, Any], match: str) -> None:
+def test_what_cannot_be_shared(base: Path) -> None:
     job = TrainJob(model=str(base), base="shared", finetune={"name": "lora"})
     check_base(job)
-    with pytest.raises(PlanError, match=match):
-        check_base(job.model_copy(update=changes))
+    with pytest.raises(PlanError, match="a model directory"):
+        check_base(job.model_copy(update={"model": "shoal-0.3m"}))
 
 
 @contextlib.contextmanager

@@ -200,7 +200,7 @@ def test_two_ranks_cannot_tell_ends_from_links() -> None:
     assert {fault.place for fault in verdict.faults} <= {"link"}
     assert any("cannot be told" in note for note in verdict.notes)
     notes = MegaScale().locate(script.evidence()).notes
-    assert any("fewer than 3 alike" in note for note in notes)
+    assert any("have no peers with the same work" in note for note in notes)
 
 
 def test_a_slow_decline_shows_in_the_spread() -> None:

@@ -14,14 +14,15 @@ from typing import Any
 from shoal.core.config import resolve
 from shoal.core.errors import RankError
 from shoal.core.files import shoal_home
+from shoal.core.sizes import human_bytes
+from shoal.core.tables import digits
 from shoal.ir import ServeJob, TrainJob, TrainPlan, TrainReport, compared
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.table import spell
-from shoal.train.run import Watch, execute, plan_job
+from shoal.train.planning import plan_job
+from shoal.train.run import Watch, execute
 from shoal.train.sampling import continue_text
 from shoal.train.supervise import Supervisor
-
-__all__ = ["demo_job", "run_demo"]
 
 Bar = Callable[[float, float, str], None]
 
@@ -85,35 +86,42 @@ def run_demo(
 
     job = resolve(TrainJob, base=demo_job(minutes, ranks), environment={}, sets=sets).value
     run_dir = _fresh(directory)
-    say("1. What can this machine do?  (shoal probe)")
+    say("1. Probe this machine  (shoal probe)")
     with work("probing") as bar:
         machine = probe(fast=True, progress=bar)
     machine.save(shoal_home() / "machine.yaml", header="Measured by shoal demo.")
     for dtype, rate in machine.device.matmul_flops.items():
-        say(f"   matrix product {dtype}: {rate / 1e9:,.0f} GFLOP/s")
+        say(f"   matrix product {dtype}: {digits(rate / 1e9)} GFLOP/s")
+    for place, reason in machine.sources.items():
+        if place.startswith("skipped.matmul."):
+            say(f"   {place.removeprefix('skipped.')}: not measured: {reason}")
 
-    say("2. What will it cost?  (shoal plan train)")
+    say("2. Plan  (shoal plan train)")
     plan = plan_job(job, machine)
     ranked: list[TrainPlan] = PLANNERS.build("search").plan(job, machine)
-    _tell_plan(plan, ranked[: _OTHERS + 1], say)
+    _tell_plan(plan, ranked, say)
 
-    say("3. Train, and kill one rank on the way.  (shoal train)")
-    report = _train(plan, run_dir, say, training, lose=ranks > 1)
+    fatal = None if ranks == 1 else _fatal_step(plan)
+    say(f"3. Train{', and kill one rank' * (fatal is not None)}  (shoal train)")
+    if fatal is None:
+        short = f"{plan.job.steps} steps end before one can be lost; give more --minutes"
+        say(f"   no rank is killed, and step 4 is left out: {'one rank' if ranks == 1 else short}")
+    report = _train(plan, run_dir, say, training, fatal)
 
-    say("5. What does it write?  (shoal model generate)")
+    say("5. Generate  (shoal model generate)")
     prompt = "def main():\n"
     text = continue_text(run_dir / "export", prompt, 64, temperature=0.6, top_k=20)
     for line in (prompt + text).splitlines():
         say(f"   | {line}")
 
-    say("6. Prediction beside measurement.  (shoal score)")
+    say("6. Compare prediction and measurement  (shoal score)")
     for label, predicted, measured, error in compared(report):
         say(f"   {label:32} {predicted:>16} {measured:>20} {error:>9}")
 
-    say("7. Serve it and talk to it.  (shoal serve)")
+    say("7. Serve  (shoal serve)")
     _talk(run_dir / "export", say)
 
-    say("8. Do the papers hold here?  (shoal claims report)")
+    say("8. Claims of papers  (shoal claims report)")
     _gallery(directory / "gallery", say)
 
     say(f"report:    {run_dir / 'report.html'}")
@@ -170,11 +178,12 @@ def _written(text: str) -> list[str]:
 
 
 def _gallery(out: Path, say: Callable[[str], None]) -> None:
-    """Write the gallery of claims from the results that lie here."""
+    """Write the gallery of claims, from the results of a clone or the verdicts of the package."""
     from shoal.claims.gallery import index_rows, write_gallery
     from shoal.claims.gallery.papers import counts
+    from shoal.claims.shipped import results_directory
 
-    results = Path("results")
+    results = results_directory()
     write_gallery(results, out)
     for status, number in counts(index_rows(results)).items():
         if number:
@@ -190,18 +199,30 @@ def _tell_plan(plan: TrainPlan, others: Sequence[TrainPlan], say: Callable[[str]
     say(
         f"   {plan.job.steps} steps of {step.value:.0f} ms ({step.low:.0f} to {step.high:.0f}), "
         f"{estimate.tokens_per_s:,.0f} tokens/s, "
-        f"{estimate.memory_total / 2**20:,.0f} MiB a rank; bound by {estimate.bound}"
+        f"{human_bytes(estimate.memory_total)} a rank; bottleneck: {estimate.bound}"
     )
     largest = sorted(estimate.terms_s.items(), key=lambda item: -item[1])[:_CAUSES]
     shares = [f"{cause} {s / estimate.step_s.value:.0%}" for cause, s in largest if s > 0]
-    say(f"   of a step: {', '.join(shares)}")
+    say(f"   step time: {', '.join(shares)}")
     if plan.why:
-        say(f"   why it wins: {plan.why}")
-    for other in others:
-        if other.estimate is None or other.job == plan.job:
-            continue
+        say(f"   best plan: {plan.why}")
+    # Plans that differ only in what their words leave out count once.
+    distinct = {spell(other): other for other in reversed(others)}
+    distinct.pop(spell(plan), None)
+    for words, other in list(reversed(distinct.items()))[:_OTHERS]:
+        assert other.estimate is not None
         ratio = other.estimate.step_s.value / estimate.step_s.value
-        say(f"   not {spell(other)}: a step takes {ratio:.2f} times as long")
+        say(f"   not {words}: step time {ratio:.2f} times as long")
+
+
+def _fatal_step(plan: TrainPlan) -> int | None:
+    """The step in which a rank is killed; None if the run ends before."""
+    every, steps = plan.job.checkpoint.every, plan.job.steps
+    assert steps is not None and every != "auto"
+    # After a checkpoint, so that something is there to resume from, and not right after
+    # it, so that some steps are really lost.
+    fatal = max(every, int(0.4 * steps) // every * every) + every // 3
+    return fatal if fatal < steps else None
 
 
 def _train(
@@ -209,15 +230,8 @@ def _train(
     run_dir: Path,
     say: Callable[[str], None],
     training: Callable[[], AbstractContextManager[Watch]],
-    *,
-    lose: bool,
+    fatal: int | None,
 ) -> TrainReport:
-    assert plan.job.steps is not None
-    # After a checkpoint, so that something is there to resume from, and not right after
-    # it, so that some steps are really lost.
-    every = plan.job.checkpoint.fixed_every("the demonstration")
-    fatal = max(every, int(0.4 * plan.job.steps) // every * every) + every // 3
-
     losses: dict[int, float] = {}
 
     def seen(watch: Watch) -> Watch:
@@ -229,7 +243,7 @@ def _train(
         return see
 
     def kill(supervisor: Supervisor, event: dict[str, Any]) -> None:
-        if lose and event["kind"] == "step" and event["step"] == fatal:
+        if event["kind"] == "step" and event["step"] == fatal:
             os.kill(supervisor.processes[-1].pid, signal.SIGKILL)
 
     try:
@@ -238,11 +252,11 @@ def _train(
         say(f"   {curve(list(losses.values()))}")
         return report
     except RankError as error:
-        if not lose:
+        if fatal is None:
             raise
         say(f"   {curve(list(losses.values()))}")
         say(f"   lost: {error}")
-    say("4. Resume from the last checkpoint.  (shoal train --resume)")
+    say("4. Resume from the last checkpoint  (shoal train --resume)")
     with training() as watch:
         report = execute(plan, run_dir, resume=True, watch=seen(watch))
     say(f"   {curve(list(losses.values()))}")

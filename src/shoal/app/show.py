@@ -11,30 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.core.theme import STYLES, Mark, console
+from shoal.core.theme import echo as echo
+
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress, TaskID
 
+    from shoal.core.config import ResolvedValue
     from shoal.core.tables import Table
-    from shoal.ir import Estimate, Report
-
-__all__ = [
-    "Anyway",
-    "Format",
-    "Output",
-    "Quiet",
-    "Sets",
-    "TrainingBar",
-    "WorkBar",
-    "as_json",
-    "console",
-    "say_if_elsewhere",
-    "say_if_slower",
-    "show",
-    "show_estimate",
-    "show_taken",
-    "table",
-]
+    from shoal.ir import Report
 
 
 class Format(StrEnum):
@@ -48,16 +33,11 @@ class Format(StrEnum):
 Anyway = Annotated[bool, typer.Option("--anyway", help="Measure on a busy machine too.")]
 Output = Annotated[Format, typer.Option("--output", "-o", help="text or json.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")]
+Brief = Annotated[bool, typer.Option("--quiet", "-q", help="Print the first table only.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Also show time and memory by cause.")
+]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")]
-
-
-def console(*, stderr: bool = False) -> Console:
-    """A rich console; plain text when the output is no terminal."""
-    from rich.console import Console
-
-    # A pipe has no width; 80 columns would cut tables that people grep.
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else 160, highlight=False)
 
 
 def say_if_slower() -> None:
@@ -82,64 +62,64 @@ def say_if_elsewhere(report: Report[Any]) -> None:
     machine = report.plan.machine
     if report.device and report.device != machine.device.kind:
         print(
-            f"not scored: predicted for {machine.device.name} of {machine.name}, and measured on "
+            f"not scored: predicted for {machine.device.name} of {machine.name}, but measured on "
             f"a {report.device.upper()}"
         )
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, numeric: str = ""
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    numeric: str = "",
 ) -> None:
-    """Print a table; ``numeric`` has an r for each right-aligned column."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    """Print a table of plain text, in which brackets are brackets.
+
+    Args:
+        title: above it; empty for none.
+        columns: their heads; all empty for no head.
+        rows: their cells.
+        numeric: has an r for each right-aligned column.
+    """
+    from shoal.core.tables import table_of
+
+    show(table_of(title, columns, rows, numeric))
+
+
+def show(shown: Table, *, most: int | None = None) -> None:
+    """Print a table, on so many columns of the terminal at the most."""
+    from shoal.core.tables import rich_table
 
     # rich wraps a title to the table's width, which may be that of two short columns.
-    if title:
-        console().print(f"[bold]{title}[/bold]")
-    headed = any(columns)
-    shown = Table(box=SIMPLE_HEAD if headed else None, show_header=headed, pad_edge=False)
-    for index, column in enumerate(columns):
-        right = numeric[index : index + 1] == "r"
-        shown.add_column(column, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*("" if cell is None else str(cell) for cell in row))
-    console().print(shown)
+    out = console()
+    if shown.title:
+        out.print(shown.title, style=STYLES["title"])
+    width = None if most is None else min(most, out.width)
+    out.print(rich_table(shown, titled=False), width=width)
 
 
-def show(shown: Table) -> None:
-    """Print a table."""
-    table(shown.title, shown.columns, shown.rows, numeric=shown.right)
+def show_blocks(blocks: Iterable[Table | str], *, most: int | None = None) -> None:
+    """Print tables, on so many columns at the most, and sentences."""
+    for block in blocks:
+        if isinstance(block, str):
+            echo(block)
+        else:
+            show(block, most=most)
 
 
-def show_taken(rows: Sequence[tuple[str, str, str]]) -> None:
-    """Print what an answer rests on, each with the reason why it was taken: (name, value, why)."""
-    words = "; ".join(f"{name} {value} ({why})" for name, value, why in rows)
-    typer.echo(f"taken: {words}")
+def show_values(resolved: ResolvedValue[Any], output: Format) -> None:
+    """Print a job, and why each of its values is what it is."""
+    if output is Format.json:
+        as_json(resolved.value.model_dump(mode="json", exclude_none=True))
+    else:
+        table("configuration", ("key", "value", "why"), list(resolved.lines()))
 
 
-def show_estimate(
-    estimate: Estimate | None,
-    *,
-    title: str = "where a step's time goes",
-    memory_title: str = "memory of a rank",
-) -> None:
-    """Print the time of a step and the memory by cause; nothing for causes that cost nothing."""
-    from shoal.core.sizes import human_bytes
-
-    if estimate is None:
-        return
-    total = estimate.step_s.value
-    shares = [
-        (cause, f"{1e3 * seconds:,.3g} ms", f"{100 * seconds / total:.0f} %")
-        for cause, seconds in sorted(estimate.terms_s.items(), key=lambda item: -item[1])
-        if seconds > 0
-    ]
-    memory = [(cause, human_bytes(size)) for cause, size in estimate.memory_bytes.items() if size]
-    if shares:
-        table(title, ("", "", ""), shares, numeric=" rr")
-    if memory:
-        table(memory_title, ("", ""), memory, numeric=" r")
+def show_notes(notes: Iterable[str]) -> None:
+    """Print notes beside an answer, on stderr."""
+    for note in notes:
+        echo(f"note: {note}", stderr=True)
 
 
 class WorkBar:
@@ -163,7 +143,7 @@ class WorkBar:
 
         if not self._quiet and sys.stderr.isatty():
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 TaskProgressColumn(show_speed=True),
                 TimeRemainingColumn(),
@@ -187,6 +167,38 @@ class WorkBar:
             self._line = time.monotonic()
             share = f" {100 * done / total:.0f} %" if total else ""
             print(f"{self._title}{share} {text}".rstrip(), file=sys.stderr, flush=True)
+
+
+def wait_until_quiet(*, anyway: bool, quiet: bool = False, wait_s: float = 60.0) -> None:
+    """Wait until the machine is quiet enough to measure, with a countdown.
+
+    Args:
+        anyway: the user measures on a busy machine too.
+        quiet: print no countdown.
+        wait_s: how long to wait, in s.
+
+    Raises:
+        NoisyMachineError: it stays busy; names the flag.
+    """
+    from shoal.core.measure import check_quiet
+
+    if anyway:
+        return
+    with WorkBar("waiting for a quiet machine", quiet=quiet) as bar:
+        said = False
+
+        def waiting(why: str, left: float) -> None:
+            nonlocal said
+            if not said and not quiet:
+                typer.echo(
+                    f"waiting up to {wait_s:.0f} s for a quiet machine: {why}; --anyway starts at "
+                    f"once",
+                    err=True,
+                )
+            said = True
+            bar(wait_s - left, wait_s, f"{left:.0f} s left")
+
+        check_quiet(wait_s=wait_s, waiting=waiting, hint="measure nevertheless with --anyway")
 
 
 class TrainingBar:
@@ -219,8 +231,10 @@ class TrainingBar:
             self._start(event)
         elif kind == "step":
             self._step(event)
+        elif kind == "phase":
+            self._phase(event["phase"])
         elif kind == "eval":
-            label = "held-out text, whole" if event["final"] else "held-out text"
+            label = "all held-out text" if event["final"] else "held-out text"
             self._say(
                 f"step {event['step']}: {label}: {event['bits_per_byte']:.3f} bits per byte, "
                 f"loss {event['loss']:.3f}"
@@ -228,20 +242,28 @@ class TrainingBar:
         elif kind == "checkpoint":
             self._say(f"step {event['step']}: checkpoint in {event['seconds']:.2f} s", minor=True)
         elif kind == "checkpoint_failed":
-            self._say(f"step {event['step']}: the checkpoint was NOT saved: {event['message']}")
+            self._say(
+                f"step {event['step']}: the checkpoint was NOT saved: {event['message']}", "error"
+            )
         elif kind == "checkpoint_level" and event["state"] in ("failed", "unreachable"):
-            self._say(f"{event['place']}: {event['state']}: {event['message']}")
+            self._say(f"{event['place']}: {event['state']}: {event['message']}", "warning")
         elif kind == "corrupt":
-            self._say(f"refused: {event['message']}")
+            self._say(f"refused: {event['message']}", "warning")
+        elif kind == "finished":
+            self._say(
+                f"the run is finished ({event['step']} steps); this is its report; give more "
+                f"--steps to extend it"
+            )
         elif kind == "restart":
             self._say(f"{event['message']}\nrestarting from the newest checkpoint")
         elif kind == "recover":
-            self._say(f"in memory: {event['reason']}")
+            self._say(f"snapshots in memory: {event['reason']}")
         elif kind == "memory_off":
-            self._say(f"goes on without copies in memory: {event['message']}")
+            self._say(f"continuing without snapshots in memory: {event['message']}")
         elif kind == "fault":
-            place = "nobody could be named" if event["place"] is None else f"place {event['place']}"
-            self._say(f"fault ({event['rule']}, {place}) after {event['seconds']:.1f} s")
+            known = event["place"] is not None
+            place = f"place {event['place']}" if known else "no rank could be located"
+            self._say(f"fault ({event['rule']}, {place}) after {event['seconds']:.1f} s", "warning")
 
     def _start(self, event: dict[str, Any]) -> None:
         from rich.progress import (
@@ -249,7 +271,6 @@ class TrainingBar:
             MofNCompleteColumn,
             Progress,
             TextColumn,
-            TimeElapsedColumn,
             TimeRemainingColumn,
         )
 
@@ -259,16 +280,24 @@ class TrainingBar:
             f"{word} at step {event['step']} of {event['total']}: "
             f"{event['parameters'] / 1e6:.2f} M parameters on {event['ranks']} rank(s)"
         )
+        if event.get("learned", 0) < event.get("tokens", 0):
+            self._say(f"loss on {event['learned']:,} of {event['tokens']:,} tokens: the answers")
+        if event.get("cut"):
+            self._say(
+                f"{event['cut']:,} of {event['documents']:,} documents are longer than seq_len and "
+                "lose their ends; a larger seq_len keeps them"
+            )
         if self._quiet or not sys.stderr.isatty():
             return
         if self._bar is None:
+            # Fits 80 columns: 10 + 10 + 11 + 28 + 7 + 4 and the spaces between them.
             self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
+                TextColumn("{task.description:<10}", markup=False),
+                BarColumn(bar_width=10),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"),
-                TimeElapsedColumn(),
+                TextColumn("{task.fields[note]}", style=STYLES["headline"], markup=False),
                 TimeRemainingColumn(),
+                TextColumn("left"),
                 console=console(stderr=True),
             )
             self._bar.start()
@@ -276,23 +305,32 @@ class TrainingBar:
         assert self._task is not None
         self._bar.update(self._task, completed=event["step"])
 
-    def _step(self, event: dict[str, Any]) -> None:
-        note = f"loss {event['loss']:.3f}  {event['tokens_per_s']:,.0f} tok/s  "
-        if "mfu" in event:  # of what is trained whole
-            note += f"{100 * event['mfu']:.0f} % MFU  "
-        note += f"{event['memory_bytes'] / 2**20:,.0f} MiB"
+    def _phase(self, name: str) -> None:
+        """Show what the run does between two steps, until the next one."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=event["step"] + 1, note=note)
-        elif time.monotonic() - self._line > 10:
+            self._bar.update(self._task, description=name)
+
+    def _step(self, event: dict[str, Any]) -> None:
+        note = f"loss {event['loss']:.3f}  {event['tokens_per_s']:,.0f} tok/s"
+        if self._bar is not None and self._task is not None:
+            done = event["step"] + 1
+            self._bar.update(self._task, completed=done, note=note, description="training")
+            return
+        if "mfu" in event:  # of what is trained whole
+            note += f"  {100 * event['mfu']:.0f} % MFU"
+        from shoal.core.sizes import human_bytes
+
+        note += f"  {human_bytes(event['memory_bytes'])}"
+        if time.monotonic() - self._line > 10:
             self._line = time.monotonic()
             left = (self._total - event["step"] - 1) * event["step_s"]
             self._say(f"step {event['step'] + 1}/{self._total}  {note}  {left:.0f} s left")
 
-    def _say(self, text: str, *, minor: bool = False) -> None:
+    def _say(self, text: str, mark: Mark = "", *, minor: bool = False) -> None:
         if self._quiet:
             return
         if self._bar is not None:
             if not minor:
-                self._bar.console.print(text)
+                self._bar.console.print(text, style=STYLES[mark])
         elif not minor:
-            print(text, file=sys.stderr, flush=True)
+            echo(text, mark, stderr=True)

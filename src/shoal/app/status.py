@@ -2,71 +2,90 @@
 
 from __future__ import annotations
 
-import http
-import http.client
+from http import HTTPStatus
 
-from shoal.app.show import table
+from shoal.app.show import Format, as_json, table
 from shoal.core.errors import ServeError
-
-__all__ = ["status"]
+from shoal.core.extras import import_extra
 
 _SHOWN = (
-    ("num_requests_running", "requests that run"),
-    ("num_requests_waiting", "requests that wait"),
-    ("kv_cache_blocks", "blocks of cache"),
-    ("kv_cache_usage_perc", "share of them in use"),
-    ("num_preemptions_total", "requests that gave way"),
+    ("num_requests_running", "running requests"),
+    ("num_requests_waiting", "waiting requests"),
+    ("kv_cache_blocks", "cache blocks"),
+    ("kv_cache_usage_perc", "share of blocks in use"),
+    ("num_preemptions_total", "preempted requests"),
 )
 
 
-def status(host: str, port: int, key: str | None, *, timeout_s: float = 10.0) -> None:
+def status(
+    host: str,
+    port: int,
+    key: str | None,
+    output: Format = Format.text,
+    *,
+    timeout_s: float = 10.0,
+) -> None:
     """Show gauges of a server, and the debts of its instances.
 
     Args:
         host: of the server.
         port: of the server.
         key: that it wants, or None.
+        output: text or JSON.
         timeout_s: s to wait for it.
 
     Raises:
         ServeError: there is no server, or it refuses.
     """
-    from prometheus_client.parser import text_string_to_metric_families
-
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    purpose = "the status of a server"
+    httpx2 = import_extra("httpx2", extra="run", purpose=purpose)
+    parser = import_extra("prometheus_client.parser", extra="run", purpose=purpose)
+    where = f"[{host}]" if ":" in host else host
     try:
-        connection.request("GET", "/metrics", headers=headers)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-    except (OSError, http.client.HTTPException) as cause:
-        raise ServeError(
-            f"no server answers at {host}:{port} ({cause}); give its --host and --port"
-        ) from cause
-    finally:
-        connection.close()
-    if answer.status != http.HTTPStatus.OK:
-        raise ServeError(
-            f"the server at {host}:{port} answered {answer.status}: expected 200; give its key by "
-            "--api-key-file"
+        answer = httpx2.get(
+            f"http://{where}:{port}/metrics",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=timeout_s,
+            trust_env=False,
         )
-    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    except (httpx2.HTTPError, httpx2.InvalidURL) as cause:
+        raise ServeError(
+            f"no server at {host}:{port} ({cause}); give its --host and --port"
+        ) from cause
+    if answer.status_code != HTTPStatus.OK:
+        raise ServeError(
+            f"the server at {host}:{port} answered {answer.status_code}, expected 200; give its "
+            f"key with --api-key-file"
+        )
+    try:
+        families = list(parser.text_string_to_metric_families(answer.text))
+    except (ValueError, IndexError) as cause:
+        raise ServeError(
+            f"the server at {host}:{port} has no metrics ({cause}); is it shoal serve?"
+        ) from cause
+    samples = [one for family in families for one in family.samples]
     result = {
         one.name.removeprefix("shoal:"): one.value
         for one in samples
         if not one.labels.get("debtor")
     }
-    table(
-        f"server at {host}:{port}",
-        ("what", "now"),
-        [(says, f"{result[name]:g}") for name, says in _SHOWN if name in result],
-    )
-    debts = [
-        (f"instance {one.labels['debtor']}", f"instance {one.labels['creditor']}", f"{one.value:g}")
+    gauges = {name: result[name] for name, _ in _SHOWN if name in result}
+    loans = [
+        (one.labels["debtor"], one.labels["creditor"], one.value)
         for one in samples
         if one.labels.get("debtor") and one.value
     ]
-    if debts:
-        table("loans", ("debtor", "creditor", "blocks"), debts)
+    if output is Format.json:
+        names = ("debtor", "creditor", "blocks")
+        as_json({**gauges, "loans": [dict(zip(names, loan, strict=True)) for loan in loans]})
+        return
+    table(
+        f"server at {host}:{port}",
+        ("what", "now"),
+        [(says, f"{gauges[name]:g}") for name, says in _SHOWN if name in gauges],
+    )
+    if loans:
+        rows = [(f"instance {one}", f"instance {other}", f"{n:g}") for one, other, n in loans]
+        table("loans", ("debtor", "creditor", "blocks"), rows)
     else:
         table("loans", ("loans",), [("none",)])

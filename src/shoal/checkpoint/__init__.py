@@ -29,7 +29,7 @@ SAVE_MODES = PartTable(
         "snapshot": "shoal.checkpoint.modes.snapshot:Snapshot",
         "lazy": "shoal.checkpoint.modes.lazy:Lazy",
     },
-    about=("How training and saving share the time. Chosen by the key `checkpoint.mode` of a job."),
+    about=("How saving overlaps with training. Chosen by the key `checkpoint.mode` of a job."),
     protocol="shoal.checkpoint.protocols:SaveMode",
 )
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.peers import Peers
     from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 
-__all__ = ["Plans", "ReadTurns", "agreed"]
-
 _KEPT = 4
 """Plans that are kept: those of a run's checkpoints and of what it was started from."""
 
@@ -51,7 +49,7 @@ class ReadTurns:
 
 
 @dataclass
-class Plans:
+class KeptPlans:
     """Plans of ranks that load in this process.
 
     Attributes:
@@ -86,7 +84,7 @@ def agreed(
     saved: SavedCheckpoint,
     wishes: Sequence[BoxRequest],
     peers: Peers,
-    plans: Plans,
+    plans: KeptPlans,
     *,
     flaw: str = "",
     whole: bool,
@@ -94,19 +92,11 @@ def agreed(
 ) -> ReadTurns:
     """The plan of this rank, and when its reads come; called by all ranks.
 
-    Args:
-        saved: the checkpoint.
-        wishes: what this rank wants.
-        peers: the ranks that load.
-        plans: those that are kept.
-        flaw: why the wishes cannot be fulfilled.
-        whole: see :func:`~shoal.checkpoint.reads.plan_reads`.
-        read_bytes: most bytes of a read.
-
     Raises:
         CheckpointError: some rank's wishes cannot be fulfilled, or a file cannot be read; on every
             rank.
-        CorruptError: a file, or its shard of the index, is not what was written; on every rank.
+        CorruptError: a file, or its shard of the index, has changed since it was written; on every
+            rank.
     """
     own = _digest(list(wishes))
     key = (peers.rank, peers.world, saved.index.layout, own, whole, read_bytes)

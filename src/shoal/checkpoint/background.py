@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.storage import Draft
     from shoal.checkpoint.store import Store
 
-__all__ = ["Background", "StoreSession"]
-
 _POLL_S = (0.002, 0.1)
 # Pauses are so many times as long as a look at the votes, which takes longer with many ranks.
 _POLL_SHARE = 200
@@ -43,7 +41,6 @@ class StoreSession:
     """One run's right to write into a store.
 
     Args:
-        store: it.
         peers: the ranks of the run; all of them open it.
 
     Raises:
@@ -71,12 +68,7 @@ class StoreSession:
 
 
 class Background:
-    """Writes images into a store, one after the other.
-
-    Args:
-        store: where.
-        peers: the ranks that save together.
-    """
+    """Writes images into a store, one after the other."""
 
     def __init__(self, store: Store, peers: Peers) -> None:
         self.store = store
@@ -159,7 +151,7 @@ class Background:
             refuse(draft, rank, failures[0])
         if self._abandoned.is_set():
             ticket.settle(
-                CheckpointError(f"step {ticket.step}: not saved, because the run was given up")
+                CheckpointError(f"step {ticket.step}: not saved, because the run was aborted")
             )
         else:
             self._settlers.submit(self._settle, ticket, draft, meta, failures)
@@ -209,7 +201,7 @@ class Background:
             if missing and (self._abandoned.wait(pause) or time.monotonic() > until):
                 refusals.append(
                     f"{self.store.where}: step {draft.step} is not saved, because rank "
-                    f"{min(missing)} has not written its file; its log says why"
+                    f"{min(missing)} has not written its file; see its log"
                 )
                 break
             pause = min(limit, 1.5 * pause)

@@ -21,8 +21,6 @@ from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError
 from shoal.core.files import write_json
 
-__all__ = ["CheckpointBranch", "begin_branch", "branches", "place_of"]
-
 _FILE = "branches.json"
 
 
@@ -31,7 +29,6 @@ class CheckpointBranch:
     """Where a branch begins.
 
     Args:
-        number: its own, from 0.
         of: number of the branch whose checkpoint it begins with.
         step: of that checkpoint; None for the first branch, which begins by itself.
     """
@@ -42,11 +39,7 @@ class CheckpointBranch:
 
 
 def branches(root: Path) -> list[CheckpointBranch]:
-    """All branches of a run, the newest last; one that never branched has one.
-
-    Args:
-        root: the run's directory.
-    """
+    """All branches of a run, the newest last; one that never branched has one."""
     try:
         listed = json.loads((root / _FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

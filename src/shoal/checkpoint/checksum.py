@@ -21,8 +21,6 @@ from shoal.core.extras import import_extra
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["combined", "copy_crc32c", "copy_crc32c_at", "crc32c", "native", "sampled_crc32c"]
-
 # google-crc32c holds the interpreter's lock, so it is asked for little at a time.
 _CHUNK_BYTES = 2**20
 
@@ -119,11 +117,6 @@ def combined(first: int, second: int, second_bytes: int) -> int:
     """The checksum of bytes of which two halves were looked at by themselves.
 
     Appending zeros to what was looked at is linear over the bits of its checksum.
-
-    Args:
-        first: checksum of the first half.
-        second: checksum of the second.
-        second_bytes: length of the second.
     """
     power = 0
     while second_bytes:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from shoal.checkpoint.common import model_entry
 from shoal.checkpoint.inspect import find, opened
+from shoal.checkpoint.pieces import DTYPES
 from shoal.checkpoint.remote import is_address
 from shoal.checkpoint.store import MODEL, Store
 from shoal.core.config import parse
@@ -17,11 +19,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
     from shoal.ir import Architecture
     from shoal.model.transformer import Transformer
-
-__all__ = ["DTYPES", "convert", "export", "load_model", "require_new", "written"]
-
-# What weights can be converted to: the product's spelling -> torch's.
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def convert(
@@ -96,11 +93,6 @@ def convert(
 def require_new(out: Path | str, *, elsewhere: bool, error: type[ShoalError] = ModelError) -> None:
     """Refuse to write where something lies already.
 
-    Args:
-        out: directory or address.
-        elsewhere: what is written can lie behind an address.
-        error: what to raise.
-
     Raises:
         ShoalError: there is something, or it cannot lie there.
     """
@@ -123,11 +115,6 @@ def written(out: Path | str, step: int) -> Path | str:
 def export(saved: SavedCheckpoint, out: Path, *, tokenizer: Path | None = None) -> None:
     """Write the model of a checkpoint, wherever it lies, for Hugging Face.
 
-    Args:
-        saved: the checkpoint.
-        out: directory to create.
-        tokenizer: ``tokenizer.json`` to put beside the model.
-
     Raises:
         CheckpointError: it holds no model, or is damaged.
     """
@@ -148,11 +135,7 @@ def load_model(saved: SavedCheckpoint) -> Transformer:
     from shoal.model.config import ModelConfig
     from shoal.model.initialise import empty
 
-    raw = saved.meta.get("model")
-    if not isinstance(raw, dict):
-        raise CheckpointError(
-            f"{saved.path}: does not say which model it is of; it was not saved by training"
-        )
+    raw = model_entry(saved.path, saved.meta)
     config = parse(ModelConfig, raw, where=f"{saved.path}: model")
     model = empty(config)  # names and shapes are compared before anything is allocated
     expected = {MODEL + name: p for name, p in model.named_parameters()}

@@ -18,8 +18,6 @@ from shoal.memory.tiers.disk import SECTOR
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DiskSink"]
-
 # Linux writes at most this much in one call.
 _CALL_BYTES = 2**30
 # Below this much, one more open file costs more than it gains.
@@ -28,10 +26,6 @@ _DIRECT_BYTES = 2**20
 
 class DiskSink:
     """A new file of known size.
-
-    Args:
-        path: the file, which is not there yet.
-        size: its bytes.
 
     Raises:
         OSError: the file system refuses.
@@ -51,7 +45,6 @@ class DiskSink:
                     raise
 
     def write(self, at: int, data: np.ndarray) -> None:
-        """See :class:`~shoal.checkpoint.storage.FileSink`."""
         if self._direct is not None and at % SECTOR == 0 and data.ctypes.data % SECTOR == 0:
             whole = len(data) // SECTOR * SECTOR
             try:
@@ -67,13 +60,11 @@ class DiskSink:
         _write_all(self._plain, data.data, at)
 
     def finish(self) -> None:
-        """See :class:`~shoal.checkpoint.storage.FileSink`."""
         assert self._plain is not None
         os.fsync(self._plain)
         self._close()
 
     def abandon(self) -> None:
-        """See :class:`~shoal.checkpoint.storage.FileSink`; room on the disk is given back."""
         self._close()
         self._path.unlink(missing_ok=True)
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shoal.checkpoint.checksum import native
+from shoal.checkpoint.pieces import DTYPE_NAMES
 from shoal.core.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from torch import Tensor
-
-__all__ = ["FiniteCheck", "all_finite", "finite_part", "of_tensors", "refusal"]
 
 # Names of dtypes in safetensors -> the bits of a number, and those of its exponent.
 _BITS: dict[str, tuple[type[np.unsignedinteger], int]] = {
@@ -28,14 +27,6 @@ _BITS: dict[str, tuple[type[np.unsignedinteger], int]] = {
     "F64": (np.uint64, 0x7FF0000000000000),
     "F8_E5M2": (np.uint8, 0x7C),
     "F8_E4M3": (np.uint8, 0x7F),  # it has no infinities, and this NaN
-}
-_TORCH = {
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
 }
 
 
@@ -85,7 +76,7 @@ def finite_part(tensor: Tensor, first: int, last: int) -> bool:
     size = tensor.element_size()
     first, last = first // size * size, -(-last // size) * size
     data = tensor.reshape(-1).view(torch.uint8)[first:last].numpy()
-    return all_finite(data, _TORCH.get(str(tensor.dtype).removeprefix("torch."), ""))
+    return all_finite(data, DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."), ""))
 
 
 def of_tensors(tensors: Collection[tuple[str, Tensor]]) -> FiniteCheck:

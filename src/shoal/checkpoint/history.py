@@ -14,18 +14,6 @@ from typing import Any
 from shoal.core.errors import CheckpointError
 from shoal.core.svg_rows import Bar, BarChart, HeatMap
 
-__all__ = [
-    "LevelOutcome",
-    "SaveRecord",
-    "Share",
-    "heat_map",
-    "history",
-    "pick",
-    "slowest",
-    "stalls",
-    "timeline",
-]
-
 # What is kept of a save: ranks, phases, letters of a name, letters of a message.
 _MOST_RANKS, _MOST_PHASES, _NAME, _MESSAGE = 1024, 16, 20, 500
 
@@ -127,11 +115,7 @@ class SaveRecord:
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> list[SaveRecord]:
-    """All saves of a run, oldest first; of a step that was saved again the newest.
-
-    Args:
-        events: of the run, as they happened.
-    """
+    """All saves of a run, oldest first; of a step that was saved again the newest."""
     saves: dict[int, Mapping[str, Any]] = {}
     levels: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
@@ -179,7 +163,7 @@ def stalls(saves: Sequence[SaveRecord], last: int = 40) -> BarChart:
         rows.append((f"step {save.step}", bars))
     longest = max((save.stall_s or 0.0 for save in saves), default=0.0)
     return BarChart(
-        title="Training stood still for saves",
+        title="Training blocked by saves",
         description=f"{len(saves)} saves; the longest stall is {longest:.4g} s.",
         rows=rows,
     )

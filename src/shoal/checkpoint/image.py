@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.pieces import ReadyPiece
     from shoal.checkpoint.storage import Draft
 
-__all__ = ["Chunk", "Image", "ImageSlot", "bytes_of", "image_of", "write_image"]
-
 Chunk = tuple[int, "np.ndarray"]
 """Where some bytes of a file begin, and the bytes: uint8 of one dimension."""
 

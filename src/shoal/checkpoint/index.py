@@ -47,16 +47,6 @@ from shoal.core.safetensors_header import ITEM_BYTES
 if TYPE_CHECKING:
     from shoal.checkpoint.storage import Folder
 
-__all__ = [
-    "FORMAT_VERSION",
-    "INDEX_NAME",
-    "CheckpointIndex",
-    "IndexedTensor",
-    "Merger",
-    "digest",
-    "read_index",
-]
-
 # Version 2 added the key of a piece; version 3 has CRC32C for SHA-256 of pieces; version 4 has
 # pieces in shards.
 FORMAT_VERSION = 4
@@ -137,7 +127,6 @@ class CheckpointIndex:
         tensors: name -> tensor.
         layout: equal for checkpoints whose tensors lie alike in files alike; None for versions
             that do not say it.
-        version: of the format.
         raw: the bytes of ``index.json``.
         folder: where shards are read; None of one that is only written.
         shards: those that are known already.
@@ -164,7 +153,7 @@ class CheckpointIndex:
 
         Raises:
             CheckpointError: its shard cannot be read.
-            CorruptError: its shard is not what was written.
+            CorruptError: its shard has changed since it was written.
         """
         known = self.shards.get(file)
         if known is None:
@@ -176,14 +165,14 @@ class CheckpointIndex:
 
         Raises:
             CheckpointError: it cannot be read.
-            CorruptError: it is not what was written.
+            CorruptError: it has changed since it was written.
         """
         assert self.folder is not None
         name = shard_name(rank_of(file))
         raw = _whole(self.folder, name)
         if hashlib.sha256(raw).hexdigest() != self.files[file].shard_sha256:
             raise CorruptError(
-                f"{self.folder.where(name)}: its bytes are not those that were written "
+                f"{self.folder.where(name)}: its contents have changed since it was written "
                 "(SHA-256 differs)"
             )
         return raw
@@ -244,7 +233,9 @@ class CheckpointIndex:
             except OSError as cause:
                 raise _unreadable(path, cause) from cause
             if hashlib.sha256(header).hexdigest() != stored.header_sha256:
-                raise CorruptError(f"{path}: its header is not what was written (SHA-256 differs)")
+                raise CorruptError(
+                    f"{path}: its header has changed since it was written (SHA-256 differs)"
+                )
             self.checked.add(file)
         return shard
 
@@ -293,7 +284,7 @@ def flaw_of(tensors: Mapping[str, IndexedTensor], world: int) -> str:
             return f"tensor {name!r}: {flaw}"
         missing = tensor.runs.missing(tensor.shape)
         if missing is not None:
-            return f"tensor {name!r}: nobody holds the elements {missing}"
+            return f"tensor {name!r}: no rank has the elements {missing}"
     return ""
 
 
@@ -453,7 +444,9 @@ def _whole(folder: Folder, name: str) -> bytes:
     try:
         size = folder.size(name)
         if size > MAX_INDEX_BYTES:
-            raise CorruptError(f"{path}: larger than {MAX_INDEX_BYTES} bytes; that is no index")
+            raise CorruptError(
+                f"{path}: larger than {MAX_INDEX_BYTES} bytes, too large for an index"
+            )
         return folder.read(name, 0, size).tobytes()
     except FileNotFoundError as cause:
         raise CorruptError(f"{path}: missing; this is no complete checkpoint") from cause
@@ -484,7 +477,7 @@ def read_index(folder: Folder) -> CheckpointIndex:
 
     Raises:
         CheckpointError: it is missing, or of a newer version of the format.
-        CorruptError: its bytes are not those that were written.
+        CorruptError: its contents have changed since it was written.
     """
     from shoal.checkpoint import legacy
 
@@ -495,7 +488,9 @@ def read_index(folder: Folder) -> CheckpointIndex:
         raise CorruptError(f"{path}: does not begin with its checksum; it is damaged or foreign")
     body = memoryview(raw)[_LEAD_BYTES:]
     if hashlib.sha256(body).hexdigest().encode() != lead.group(1):
-        raise CorruptError(f"{path}: its bytes are not those that were written (SHA-256 differs)")
+        raise CorruptError(
+            f"{path}: its contents have changed since it was written (SHA-256 differs)"
+        )
     try:
         table = json.loads(b"{" + bytes(body))
     except (ValueError, RecursionError) as cause:
@@ -522,7 +517,9 @@ def read_index(folder: Folder) -> CheckpointIndex:
             first = cause.errors(include_url=False)[0]
             where = f" ({'.'.join(map(str, first['loc']))}: {first['msg']})"
         raise CorruptError(f"{path}: not a possible index{where}") from cause
-    flaw = "meta is not what was written" if plain.meta_sha256 != digest(plain.meta) else ""
+    flaw = (
+        "meta has changed since it was written" if plain.meta_sha256 != digest(plain.meta) else ""
+    )
     if list(plain.files) != [file_name(rank) for rank in range(plain.world)]:
         flaw = flaw or f"its files are not those of {plain.world} ranks"
     flaw = flaw or flaw_of(tensors, plain.world)

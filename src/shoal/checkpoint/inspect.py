@@ -30,19 +30,6 @@ from shoal.checkpoint.store import Store
 from shoal.core.config import Value
 from shoal.core.errors import CheckpointError, ModelError, ShoalError
 
-__all__ = [
-    "FOREIGN",
-    "DirectorySummary",
-    "FilePart",
-    "Verification",
-    "WeightsLocation",
-    "find",
-    "listing",
-    "opened",
-    "summary",
-    "verify",
-]
-
 # Formats that are neither ours nor Hugging Face's.
 FOREIGN = ("universal", "dcp", "deepspeed", "megatron")
 
@@ -73,8 +60,6 @@ class Verification(Value):
     """What a verification found.
 
     Args:
-        path: what was verified.
-        kind: its kind.
         checked: what was compared with what.
         tensors: tensors looked at.
         bytes: their size.
@@ -148,8 +133,8 @@ def find(path: Path | str) -> WeightsLocation:
         raise ModelError(
             f"{path}: "
             + (
-                f"holds {pickles[0]}, a pickle, which can run code when it is read; "
-                "convert it to safetensors where you trust it"
+                f"holds {pickles[0]}, a pickle, which can run code when it is loaded; convert it "
+                f"to safetensors if you trust it"
                 if pickles
                 else f"neither a checkpoint, nor a run, nor a model; expected {INDEX_NAME}, "
                 f"step-* directories, or {WEIGHTS}"
@@ -267,7 +252,6 @@ class FilePart(Value):
     """What a file holds.
 
     Args:
-        name: of the file.
         bytes: of its tensors; of one of our own checkpoints, of the whole file.
         pieces: tensors, or boxes of tensors, in it.
     """
@@ -282,13 +266,11 @@ class DirectorySummary(Value):
 
     Args:
         path: of the weights.
-        kind: what it is.
         steps: saved steps of a run.
         step: which one the rest is about.
         world: ranks that saved it.
         version: of the format of our own checkpoints.
         groups: first part of the names (model, optimizer, ...) -> tensors and bytes.
-        files: every file.
         meta: what was kept beside the tensors.
     """
 

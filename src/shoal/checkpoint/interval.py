@@ -1,23 +1,17 @@
 """How often to save: often enough to lose little, seldom enough to cost little.
 
-With failures every M seconds on average and a stall of s seconds a save, an interval of t seconds
-loses s / t of the time to saving and t / 2M to work done again. The sum is least at sqrt(2 s M)
-(Young); Daly's correction matters where s is not small beside M.
-
-Source: Young, A First Order Approximation to the Optimum Checkpoint Interval, 1974; Daly, A Higher
-Order Estimate of the Optimum Checkpoint Interval, 2006, equation 37.
+A plan prices the interval of :func:`shoal.cost.training.failures.daly` with failures as others have
+seen them; a run takes it from the failures and the stalls that it sees itself.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.errors import require
-
-__all__ = ["FIRST_STEPS", "CheckpointInterval", "choose", "daly_s", "failures_seen"]
+from shoal.cost.training.failures import daly
 
 FIRST_STEPS = 5
 """Steps after which the first save is made, whose stall is not known yet."""
@@ -48,21 +42,6 @@ class CheckpointInterval:
     overhead: float
 
 
-def daly_s(stall_s: float, mtbf_s: float) -> float:
-    """The best seconds between two saves.
-
-    Args:
-        stall_s: seconds that one save holds training up.
-        mtbf_s: mean seconds between failures.
-    """
-    require(stall_s > 0, "stall_s", stall_s, expected="a number above 0")
-    require(mtbf_s > 0, "mtbf_s", mtbf_s, expected="a number above 0")
-    if stall_s >= 2 * mtbf_s:
-        return mtbf_s
-    share = stall_s / (2 * mtbf_s)
-    return math.sqrt(2 * stall_s * mtbf_s) * (1 + math.sqrt(share) / 3 + share / 9) - stall_s
-
-
 def choose(
     *, stall_s: float, step_s: float, failures: int, observed_s: float
 ) -> CheckpointInterval:
@@ -77,7 +56,7 @@ def choose(
     require(step_s > 0, "step_s", step_s, expected="a number above 0")
     mtbf_s = (observed_s + _PRIOR_S) / (failures + _PRIOR_FAILURES)
     stall_s = max(stall_s, _LEAST_STALL_S)
-    steps = max(1, round(daly_s(stall_s, mtbf_s) / step_s))
+    steps = max(1, round(daly(stall_s, mtbf_s) / step_s))
     seconds = steps * step_s
     overhead = stall_s / seconds + seconds / (2 * mtbf_s)
     return CheckpointInterval(steps, seconds, stall_s, mtbf_s, overhead)

@@ -29,8 +29,6 @@ from shoal.core.safetensors_header import ITEM_BYTES, StoredTensor, read_header_
 if TYPE_CHECKING:
     from shoal.checkpoint.storage import Folder
 
-__all__ = ["LegacyIndex", "LegacyTensor", "opened"]
-
 
 class LegacyTensor(Value):
     """One whole tensor and its pieces.
@@ -61,7 +59,7 @@ class LegacyIndex(Value):
     def flaw(self) -> str:
         """What makes the pieces impossible, or an empty text."""
         if self.meta_sha256 != digest(self.meta):
-            return "meta is not what was written"
+            return "meta has changed since it was written"
         for name, tensor in self.tensors.items():
             if tensor.dtype not in ITEM_BYTES:
                 return f"tensor {name!r} has the unknown dtype {tensor.dtype!r}"
@@ -85,7 +83,7 @@ def opened(plain: LegacyIndex, folder: Folder, raw: bytes) -> CheckpointIndex:
 
     Raises:
         CheckpointError: a file cannot be read.
-        CorruptError: the index, a header or the size of a file is not what was written.
+        CorruptError: the index, a header or the size of a file has changed since it was written.
     """
     path = folder.where("index.json")
     flaw = plain.flaw()
@@ -139,7 +137,7 @@ def _header(folder: Folder, file: str, stored: StoredFile) -> dict[str, StoredTe
     except OSError as cause:
         raise CheckpointError(f"{path}: cannot be read ({cause.strerror or cause})") from cause
     if hashlib.sha256(header.raw).hexdigest() != stored.header_sha256:
-        raise CorruptError(f"{path}: its header is not what was written (SHA-256 differs)")
+        raise CorruptError(f"{path}: its header has changed since it was written (SHA-256 differs)")
     return header.tensors
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.storage import Draft
     from shoal.checkpoint.store import Store
 
-__all__ = ["CheckpointLevels", "LevelCopier", "LevelReport", "nearest", "newest"]
-
 # Files of one checkpoint that are on their way at once; each takes a few chunks of memory.
 _FILES = 4
 # s before the second try, doubled for each that follows, and the longest.
@@ -50,10 +48,8 @@ class LevelReport(NamedTuple):
         state: ``complete``; ``retry`` after a try that failed; ``failed`` after the last;
             ``skipped`` because a newer one took its turn; ``unreachable``; ``passed_over`` while
             loading, because it is damaged or cannot be read.
-        tries: how many there were.
         seconds: since the first try began.
         bytes: sent.
-        message: why it failed.
     """
 
     step: int | None
@@ -232,7 +228,7 @@ class LevelCopier:
             def chunks() -> Iterator[Chunk]:
                 for one, data in zip(ranges, arriving, strict=True):
                     if self._abandoned.is_set():
-                        raise CheckpointError(f"step {draft.step}: the run was given up")
+                        raise CheckpointError(f"step {draft.step}: the run was aborted")
                     if isinstance(data, OSError):
                         raise data
                     yield one.start, data.numpy()
@@ -329,8 +325,8 @@ def nearest(
     results = [number for number, steps in enumerate(there) if wanted in steps]
     if not results and silent:
         raise CheckpointError(
-            f"{silent[0].place}: cannot be asked for its checkpoints ({silent[0].message}), and no "
-            "other place has one to go on from; make it reachable, or start a new run under "
+            f"{silent[0].place}: cannot be asked for its checkpoints ({silent[0].message}), and "
+            f"no other place has one to resume from; make it reachable, or start a new run under "
             "another name"
         )
     if step is None:

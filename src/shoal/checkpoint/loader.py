@@ -16,16 +16,12 @@ from typing import Any
 
 from shoal.core.errors import CheckpointError, require
 
-__all__ = ["EpochSpan", "LoaderState", "ReaderState", "merge", "split"]
-
 
 @dataclass(frozen=True, slots=True)
 class EpochSpan:
     """Places of an epoch that are left to a reader: ``start``, ``start + step``, and so on.
 
     Args:
-        epoch: which epoch.
-        start: the first place.
         stop: all are below.
         step: from one to the next, at least 1.
     """
@@ -77,7 +73,6 @@ class LoaderState:
             place from r on.
         first: number of this rank's first reader.
         generation: how often readers were divided again; random choices depend on it.
-        own: this rank's readers.
     """
 
     shared: Mapping[str, Any]

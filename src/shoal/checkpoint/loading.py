@@ -20,14 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shoal.checkpoint.agreement import Plans, ReadTurns, agreed
+from shoal.checkpoint.agreement import KeptPlans, ReadTurns, agreed
 from shoal.checkpoint.checksum import combined, copy_crc32c, crc32c
+from shoal.checkpoint.common import no_tensor
 from shoal.checkpoint.peers import CommPeers, SinglePeer
 from shoal.checkpoint.pieces import TORCH_NAMES, Piece
 from shoal.checkpoint.reader import ByteRange, bytes_in_turn
 from shoal.checkpoint.reads import READ_BYTES, BoxRequest, FileRead, ReadSegment, ReadSlice
 from shoal.checkpoint.shards import rank_of
-from shoal.core.errors import CheckpointError, nearest
+from shoal.core.errors import CheckpointError
 from shoal.core.safetensors_header import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -37,13 +38,11 @@ if TYPE_CHECKING:
     from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
     from shoal.ir.comm import Comm
 
-__all__ = ["LoadReport", "Wanted", "load_pieces"]
-
 Wanted = Mapping[str, Sequence[Piece]]
 """Name of a tensor -> the boxes of it that a rank wants, and the tensors that take them."""
 
 _TAG = "checkpoint"
-_PLANS = Plans()
+_PLANS = KeptPlans()
 
 
 @dataclass
@@ -112,7 +111,7 @@ def load_pieces(
 
     Raises:
         CheckpointError: a tensor is not there, or has another shape or dtype; on every rank.
-        CorruptError: a piece is not what was written; on every rank.
+        CorruptError: a piece has changed since it was written; on every rank.
     """
     begin = time.perf_counter()
     report = LoadReport(saved.step)
@@ -144,8 +143,7 @@ def _flaw(saved: SavedCheckpoint, name: str, piece: Piece, cast: bool) -> str:
     """Why a box cannot be loaded, or an empty text."""
     entry = saved.index.tensors.get(name)
     if entry is None:
-        hint = nearest(name, saved.index.tensors)
-        return f"{saved.path}: holds no tensor {name!r}; " + (hint or "see shoal model ls")
+        return no_tensor(saved.path, name, saved.index.tensors)
     where = f"{saved.path}: tensor {name!r}"
     if tuple(piece.global_shape) != entry.shape:
         return f"{where} has shape {list(entry.shape)}, and {list(piece.global_shape)} is wanted"
@@ -160,15 +158,7 @@ def _flaw(saved: SavedCheckpoint, name: str, piece: Piece, cast: bool) -> str:
 
 
 class _Loading:
-    """One load at work.
-
-    Args:
-        saved: the checkpoint.
-        turns: this rank's plan.
-        targets: what this rank's wishes fill, in their order.
-        comm: the ranks; None if there is one.
-        report: counts what happens.
-    """
+    """One load at work."""
 
     def __init__(
         self,
@@ -390,7 +380,7 @@ def _judge(saved: SavedCheckpoint, peers: Peers, seen: _Seen) -> None:
 
     Raises:
         CheckpointError: a file could not be read.
-        CorruptError: a piece is not what was written.
+        CorruptError: a piece has changed since it was written.
     """
     # What several ranks have read of a piece goes to the one that stands for its file.
     judges: list[list[tuple[str, int, int, int, int]]] = [[] for _ in range(peers.world)]

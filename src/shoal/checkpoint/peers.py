@@ -11,8 +11,6 @@ from shoal.core.errors import CheckpointError, ShoalError
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
 
-__all__ = ["CommPeers", "Peers", "SinglePeer", "call_on_first"]
-
 _TAG = "checkpoint"
 
 
@@ -29,11 +27,9 @@ class Peers(Protocol):
 
     def barrier(self) -> None:
         """Wait for all."""
-        ...
 
     def gather(self, data: bytes) -> list[bytes]:
         """What every rank gave, in rank order."""
-        ...
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
         """What every rank gave for this one, in rank order.
@@ -41,7 +37,6 @@ class Peers(Protocol):
         Args:
             messages: what this one gives, by rank.
         """
-        ...
 
 
 class SinglePeer:
@@ -54,20 +49,14 @@ class SinglePeer:
         """See :class:`Peers`."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See :class:`Peers`."""
         return [data]
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
-        """See :class:`Peers`."""
         return list(messages)
 
 
 class CommPeers:
-    """Ranks that have a communicator.
-
-    Args:
-        comm: it.
-    """
+    """Ranks that have a communicator."""
 
     def __init__(self, comm: Comm) -> None:
         self.rank = comm.rank
@@ -75,11 +64,9 @@ class CommPeers:
         self._comm = comm
 
     def barrier(self) -> None:
-        """See :class:`Peers`."""
         self._comm.barrier()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See :class:`Peers`."""
         import torch
 
         device = self._comm.device
@@ -95,7 +82,6 @@ class CommPeers:
         return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
-        """See :class:`Peers`."""
         import torch
 
         device = self._comm.device

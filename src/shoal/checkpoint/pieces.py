@@ -14,8 +14,6 @@ from shoal.core.safetensors_header import ITEM_BYTES
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TORCH_NAMES", "Given", "Piece", "ReadyPiece", "as_pieces", "payload_bytes"]
-
 # safetensors' names of the dtypes -> torch's.
 TORCH_NAMES: dict[str, str] = {
     "BOOL": "bool",
@@ -31,6 +29,12 @@ TORCH_NAMES: dict[str, str] = {
     "F32": "float32",
     "F64": "float64",
 }
+
+# The other way round.
+DTYPE_NAMES = {theirs: ours for ours, theirs in TORCH_NAMES.items()}
+
+# What weights can be converted to: the product's spelling -> torch's.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 # Every file of a checkpoint takes whole blocks of the disk.
 _FILES_BYTES = 4 * 4096
@@ -97,7 +101,6 @@ class ReadyPiece(NamedTuple):
 
     Args:
         name: the whole tensor's name.
-        piece: the box.
         dtype: the format's name of its dtype.
     """
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.peers import Peers
 
-__all__ = ["PROPOSAL", "WritePlan", "WritePlanner", "assign", "proposal"]
-
 SMALL_BYTES = 256
 """Boxes up to this size are kept together: scalars of an optimizer's state, one a tensor."""
 
@@ -39,14 +37,7 @@ PROPOSAL = np.dtype([("first", "<u8"), ("second", "<u8"), ("bytes", "<i8")])
 
 
 def proposal(name: str, offset: tuple[int, ...], shape: tuple[int, ...], size: int) -> bytes:
-    """A box that a rank holds, as :data:`PROPOSAL` has it.
-
-    Args:
-        name: of the tensor.
-        offset: where it begins.
-        shape: its size.
-        size: the same in bytes.
-    """
+    """A box that a rank holds, as :data:`PROPOSAL` has it."""
     box = json.dumps([name, offset, shape]).encode()
     return hashlib.blake2b(box, digest_size=16).digest() + size.to_bytes(8, "little")
 
@@ -99,7 +90,6 @@ class WritePlan:
     """What this rank writes.
 
     Args:
-        image: its file.
         picks: key in the file -> name of the tensor, number of the piece among those given.
         bytes_of_ranks: bytes of tensors that each rank writes.
         fresh: planned now, and not looked up.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.store import Store
     from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["SHARED", "RankShare", "SaveMode", "SaveTicket", "Saver"]
-
 
 SHARED = ("plan", "copy", "write")
 """Phases that every rank has; votes, commit and retain are rank 0's alone."""
@@ -31,7 +29,6 @@ class RankShare(NamedTuple):
     """What a rank did of a save.
 
     Args:
-        bytes: of its file.
         phases_s: phase (plan, copy, write) -> seconds.
         spans_s: phase -> when it began and ended, s after the save began.
     """
@@ -44,18 +41,13 @@ class RankShare(NamedTuple):
 class SaveTicket:
     """One save, under way or over.
 
-    Args:
-        step: which step.
-
     Attributes:
         blocked_s: cause -> seconds for which training waited: plan, watch, copy, write,
             before_update, back_pressure.
         phases_s: phase -> seconds in the background: write, commit, retain.
         spans_s: phase or cause -> when it first began and last ended, s after the save began.
         ranks: on rank 0: every rank's share.
-        bytes: what this rank wrote.
         fresh_plan: the layout was new.
-        error: why it failed, once it has.
     """
 
     def __init__(self, step: int) -> None:
@@ -141,7 +133,6 @@ class Saver(Protocol):
             CheckpointError: what is given cannot be stored. A place that refuses is reported by the
                 ticket.
         """
-        ...
 
     def before_update(self, names: Collection[str] | None = None) -> None:
         """Return when tensors may change.
@@ -149,11 +140,9 @@ class Saver(Protocol):
         Args:
             names: which; all if not given.
         """
-        ...
 
     def finished(self) -> list[SaveTicket]:
         """Tickets that are over and were not returned before, oldest first."""
-        ...
 
     def close(self, *, abandon: bool = False) -> None:
         """Wait for everything that is under way, and let go of the place.
@@ -161,7 +150,6 @@ class Saver(Protocol):
         Args:
             abandon: do not wait; what is under way never becomes a checkpoint.
         """
-        ...
 
 
 class SaveMode(Protocol):
@@ -169,7 +157,6 @@ class SaveMode(Protocol):
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Seconds for which one save holds up training, and memory of the host."""
-        ...
 
     def build(self, store: Store, peers: Peers, *, device: str = "cpu") -> Saver:
         """Start saving into a store.
@@ -177,4 +164,3 @@ class SaveMode(Protocol):
         Raises:
             CheckpointError: another run is writing there, or the place refuses.
         """
-        ...

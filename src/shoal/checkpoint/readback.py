@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.shards import StoredPiece
 
-__all__ = ["chunks_of", "unlike"]
-
 
 def chunks_of(path: Path) -> Iterator[tuple[int, np.ndarray]]:
     """A file from its first byte to its last; a chunk is gone when the next is asked for.

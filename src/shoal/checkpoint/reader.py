@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.storage import Folder
 
-__all__ = ["ByteRange", "bytes_in_turn"]
-
 # So many reads are under way at once: enough for a disk's full rate; of an object store each
 # takes its time, however many there are.
 _THREADS = 2
@@ -42,7 +40,6 @@ class ByteRange(NamedTuple):
     """Bytes of a file.
 
     Args:
-        file: its name.
         start: the first.
         stop: one past the last.
     """
@@ -127,11 +124,7 @@ def bytes_in_turn(
 
 
 class _Local:
-    """Files of this host, open as long as they are read.
-
-    Args:
-        path: their directory.
-    """
+    """Files of this host, open as long as they are read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

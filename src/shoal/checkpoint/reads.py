@@ -35,18 +35,6 @@ from shoal.checkpoint.shards import file_name, rank_of
 from shoal.core.boxes import Box, flat_boxes
 from shoal.core.safetensors_header import ITEM_BYTES
 
-__all__ = [
-    "GAP_BYTES",
-    "READ_BYTES",
-    "BoxRequest",
-    "FileRead",
-    "ReadPlan",
-    "ReadSegment",
-    "ReadSlice",
-    "Wants",
-    "plan_reads",
-]
-
 READ_BYTES = 2**23
 """Most bytes of one read: a disk's full rate, and still short enough to overlap."""
 
@@ -60,13 +48,7 @@ Wants = Mapping[str, BoxRuns]
 
 
 class BoxRequest(NamedTuple):
-    """A box of a tensor that a rank wants.
-
-    Args:
-        name: of the tensor.
-        offset: where it begins.
-        shape: its size.
-    """
+    """A box of a tensor that a rank wants."""
 
     name: str
     offset: tuple[int, ...]
@@ -82,7 +64,6 @@ class ReadSegment(NamedTuple):
     """Elements of a stored piece that lie one after the other in a read.
 
     Args:
-        name: of the tensor.
         number: of the piece in its file.
         piece: the box of the whole tensor that the piece holds.
         item: bytes of an element.
@@ -126,7 +107,6 @@ class FileRead:
     """One read of a file.
 
     Args:
-        file: its name.
         segments: what is used of it, in the order of the file.
         ranks: those that take some of it.
     """
@@ -151,7 +131,6 @@ class ReadSlice(NamedTuple):
 
     Args:
         wish: number of the wish among the rank's; 0 where another rank's is meant.
-        name: of the tensor.
         at: byte in the file where ``box`` begins.
         box: contiguous in the file.
         common: what the wish and it have in common.
@@ -170,11 +149,8 @@ class ReadPlan:
     It names no checksum, so it holds for every checkpoint of the same layout.
 
     Args:
-        rank: whose plan it is.
         reads: what it reads, in its order.
         takes: reads of others of which it takes some: the rank that reads, and the read.
-        wishes: what it wants.
-        wants: what all want.
     """
 
     def __init__(
@@ -258,7 +234,7 @@ def plan_reads(
 
     Raises:
         CheckpointError: a file cannot be read.
-        CorruptError: a file or its shard is not what was written.
+        CorruptError: a file or its shard has changed since it was written.
     """
     with _no_collections():
         return _Planning(index, wants, whole, read_bytes, gap_bytes).plan(wishes, rank)
@@ -483,12 +459,7 @@ def _grouped(
 def _shared(
     planned: Sequence[tuple[FileRead, tuple[int, ...]]], ranks: Sequence[int]
 ) -> Iterator[tuple[int, FileRead]]:
-    """Who does each read.
-
-    Args:
-        planned: reads, and of each the ranks that may do it.
-        ranks: all of these.
-    """
+    """Who does each read."""
     place = {rank: number for number, rank in enumerate(ranks)}
     load = np.zeros(len(ranks), dtype=np.int64)
     able: dict[tuple[int, ...], np.ndarray] = {}

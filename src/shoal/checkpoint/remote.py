@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.index import INDEX_NAME
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from shoal.checkpoint.storage import Draft
-
-__all__ = ["RemoteStorage", "is_address"]
 
 _FOLDER = re.compile(r"^step-(\d{8,})\.([0-9a-z-]+)$")
 _WRITER = ".writer.json"
@@ -52,6 +51,11 @@ def is_address(place: object) -> bool:
     return "://" in str(place)
 
 
+def path_or_address(words: str) -> Path | str:
+    """An address as it is, anything else as a path."""
+    return words if is_address(words) else Path(words)
+
+
 @contextlib.contextmanager
 def _asking(what: str) -> Iterator[None]:
     """Clients raise what they like; here it is an error of a file system."""
@@ -64,33 +68,23 @@ def _asking(what: str) -> Iterator[None]:
 
 
 class RemoteFolder:
-    """See :class:`~shoal.checkpoint.storage.Folder`.
-
-    Args:
-        fs: the fsspec file system.
-        path: of the folder in it.
-        where: its address.
-    """
+    """See :class:`~shoal.checkpoint.storage.Folder`."""
 
     def __init__(self, fs: Any, path: str, where: str) -> None:
         self._fs, self._path, self._where = fs, path, where
 
     def where(self, name: str = "") -> str:
-        """See :class:`~shoal.checkpoint.storage.Folder`."""
         return f"{self._where}/{name}" if name else self._where
 
     def exists(self) -> bool:
-        """See :class:`~shoal.checkpoint.storage.Folder`."""
         with _asking(self._where):
             return bool(self._fs.exists(f"{self._path}/{INDEX_NAME}"))
 
     def size(self, name: str) -> int:
-        """See :class:`~shoal.checkpoint.storage.Folder`."""
         with _asking(self.where(name)):
             return int(self._fs.info(f"{self._path}/{name}")["size"])
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """See :class:`~shoal.checkpoint.storage.Folder`."""
         import numpy as np
 
         if start == stop:
@@ -101,13 +95,7 @@ class RemoteFolder:
 
 
 class RemoteSink:
-    """See :class:`~shoal.checkpoint.storage.FileSink`; parts go up as they are full.
-
-    Args:
-        fs: the fsspec file system.
-        path: of the file.
-        size: its bytes.
-    """
+    """See :class:`~shoal.checkpoint.storage.FileSink`; parts go up as they are full."""
 
     def __init__(self, fs: Any, path: str, size: int) -> None:
         self._fs, self._path, self._size = fs, path, size
@@ -115,12 +103,10 @@ class RemoteSink:
             self._file = fs.open(path, "wb", block_size=_PART_BYTES)
 
     def write(self, at: int, data: np.ndarray) -> None:
-        """See :class:`~shoal.checkpoint.storage.FileSink`."""
         with _asking(self._path):
             self._file.write(data.data)
 
     def finish(self) -> None:
-        """See :class:`~shoal.checkpoint.storage.FileSink`."""
         with _asking(self._path):
             self._file.close()
             self._fs.invalidate_cache()
@@ -133,7 +119,6 @@ class RemoteSink:
             )
 
     def abandon(self) -> None:
-        """See :class:`~shoal.checkpoint.storage.FileSink`."""
         with contextlib.suppress(Exception):  # it failed already, and that is reported
             self._file.discard()
         # Closing would finish the upload of what there is.
@@ -145,9 +130,6 @@ class RemoteDraft:
     """See :class:`~shoal.checkpoint.storage.Draft`.
 
     Args:
-        fs: the fsspec file system.
-        root: of the storage.
-        step: which step it will be.
         attempt: distinguishes it from other saves of the same step.
     """
 
@@ -167,20 +149,16 @@ class RemoteDraft:
                 self._fs.rm_file(f"{self.path}/{INDEX_NAME}")
 
     def ready(self) -> bool:
-        """See :class:`~shoal.checkpoint.storage.Draft`."""
         return True
 
     def create(self, name: str, size: int) -> RemoteSink:
-        """See :class:`~shoal.checkpoint.storage.Draft`."""
         return RemoteSink(self._fs, f"{self.path}/{name}", size)
 
     def put(self, name: str, data: bytes) -> None:
-        """See :class:`~shoal.checkpoint.storage.Draft`."""
         with _asking(f"{self.path}/{name}"):
             self._fs.pipe_file(f"{self.path}/{name}", data)
 
     def get(self, name: str) -> bytes | None:
-        """See :class:`~shoal.checkpoint.storage.Draft`."""
         try:
             with _asking(f"{self.path}/{name}"):
                 self._fs.invalidate_cache()
@@ -189,7 +167,6 @@ class RemoteDraft:
             return None
 
     def names(self) -> set[str]:
-        """See :class:`~shoal.checkpoint.storage.Draft`."""
         try:
             with _asking(self.path):
                 self._fs.invalidate_cache()
@@ -198,11 +175,9 @@ class RemoteDraft:
             return set()
 
     def token(self) -> str:
-        """See :class:`~shoal.checkpoint.storage.Draft`."""
         return self.name
 
     def discard(self) -> None:
-        """See :class:`~shoal.checkpoint.storage.Draft`."""
         with contextlib.suppress(Exception):  # what is left is removed by the next run
             self._fs.rm(self.path, recursive=True)
 
@@ -249,32 +224,25 @@ class RemoteStorage:
         self._root = str(root).rstrip("/")
 
     def where(self) -> str:
-        """See :class:`~shoal.checkpoint.storage.Storage`."""
         return self._address
 
     def steps(self) -> tuple[int, ...]:
-        """See :class:`~shoal.checkpoint.storage.Storage`."""
         return tuple(sorted(self._committed()))
 
     def unfinished(self) -> tuple[int, ...]:
-        """See :class:`~shoal.checkpoint.storage.Storage`; what has no index is being written."""
         return ()
 
     def folder(self, step: int) -> RemoteFolder:
-        """See :class:`~shoal.checkpoint.storage.Storage`."""
         name = self._committed()[step]
         return RemoteFolder(self._fs, f"{self._root}/{name}", f"{self._address}/{name}")
 
     def token(self, step: int) -> str | None:
-        """See :class:`~shoal.checkpoint.storage.Storage`."""
         return self._committed().get(step)
 
     def draft(self, step: int, attempt: str = "") -> RemoteDraft:
-        """See :class:`~shoal.checkpoint.storage.Storage`."""
         return RemoteDraft(self._fs, self._root, step, attempt or "0")
 
     def commit(self, draft: Draft, index: bytes) -> None:
-        """See :class:`~shoal.checkpoint.storage.Storage`."""
         assert isinstance(draft, RemoteDraft)
         draft.put(INDEX_NAME, index)
         for name, committed in self._names().items():
@@ -283,11 +251,9 @@ class RemoteStorage:
                 self._remove(name)
 
     def remove(self, step: int) -> None:
-        """See :class:`~shoal.checkpoint.storage.Storage`."""
         self._remove(self._committed()[step])
 
     def clean(self) -> None:
-        """See :class:`~shoal.checkpoint.storage.Storage`."""
         for name, committed in self._names().items():
             if not committed:
                 self._remove(name)
@@ -300,7 +266,6 @@ class RemoteStorage:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """See :class:`~shoal.checkpoint.storage.Storage`."""
         me = {"id": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid()}
         path = f"{self._root}/{_WRITER}"
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.checkpoint.common import places
 from shoal.core.config import Value
 from shoal.core.errors import ModelError
 from shoal.core.safetensors_header import ITEM_BYTES, read_header
@@ -14,17 +15,6 @@ from shoal.core.safetensors_header import ITEM_BYTES, read_header
 if TYPE_CHECKING:
     from shoal.checkpoint.formats.protocols import Contents
     from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
-
-__all__ = [
-    "WEIGHTS",
-    "WEIGHTS_INDEX",
-    "TensorRow",
-    "checkpoint_row",
-    "contents_rows",
-    "gguf_rows",
-    "huggingface_rows",
-    "read_json",
-]
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -35,10 +25,7 @@ class TensorRow(Value):
     """One tensor as stored.
 
     Args:
-        name: its name.
         dtype: the file format's name, such as ``BF16``.
-        shape: its whole shape.
-        bytes: of the whole tensor.
         file: where it lies; the first of several files and how many more.
     """
 
@@ -79,13 +66,12 @@ def gguf_rows(path: Path) -> list[TensorRow]:
 def checkpoint_row(saved: SavedCheckpoint, name: str) -> TensorRow:
     """Of one of our own checkpoints, one tensor."""
     tensor = saved.index.tensors[name]
-    files = tensor.files
     return TensorRow(
         name=name,
         dtype=tensor.dtype,
         shape=tensor.shape,
         bytes=tensor.bytes,
-        file=files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else ""),
+        file=places(tensor.files),
     )
 
 
@@ -141,7 +127,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelError(f"{path}: larger than {_MAX_JSON_BYTES} bytes; that is no JSON index")
+            raise ModelError(
+                f"{path}: larger than {_MAX_JSON_BYTES} bytes, too large for a JSON index"
+            )
         data = json.loads(path.read_bytes())
     except OSError as cause:
         raise ModelError(f"{path}: cannot be read ({cause.strerror or cause})") from cause

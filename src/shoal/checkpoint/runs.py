@@ -16,8 +16,6 @@ import numpy as np
 
 from shoal.core.boxes import Box, uncovered
 
-__all__ = ["BoxRuns", "OwnedBox"]
-
 # Up to so many runs plain integers are faster than arrays.
 _FEW = 12
 
@@ -27,7 +25,6 @@ class OwnedBox(NamedTuple):
 
     Args:
         owner: number of a rank or of a file.
-        box: of the whole tensor.
     """
 
     owner: int

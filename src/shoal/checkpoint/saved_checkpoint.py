@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.checkpoint.common import box_of, no_tensor, require_model
 from shoal.checkpoint.index import CheckpointIndex, IndexedTensor, read_index
 from shoal.checkpoint.pieces import TORCH_NAMES
 from shoal.checkpoint.readback import unlike
 from shoal.checkpoint.shards import StoredPiece, file_name
 from shoal.checkpoint.storage import Folder, LocalFolder
 from shoal.core.boxes import Box
-from shoal.core.errors import CheckpointError, CorruptError, nearest, require
+from shoal.core.errors import CheckpointError, CorruptError
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["SavedCheckpoint", "differences"]
 
 
 class SavedCheckpoint:
@@ -35,8 +34,8 @@ class SavedCheckpoint:
 
     Raises:
         CheckpointError: there is no checkpoint, or it is of a newer format.
-        CorruptError: the index is not what was written; of versions 1 to 3 also a header or the
-            size of a file.
+        CorruptError: the index has changed since it was written; of versions 1 to 3 also a header
+            or the size of a file.
     """
 
     def __init__(self, path: Path | Folder, *, advise: Callable[[], str] = lambda: "") -> None:
@@ -60,11 +59,9 @@ class SavedCheckpoint:
         return self.index.meta
 
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors."""
         return tuple(self.index.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Global shape of a tensor."""
         return self._entry(name).shape
 
     def blank(self, name: str) -> torch.Tensor:
@@ -97,14 +94,8 @@ class SavedCheckpoint:
         import torch
 
         entry = self._entry(name)
-        start = tuple(offset) if offset is not None else (0,) * len(entry.shape)
-        size = (
-            tuple(shape)
-            if shape is not None
-            else tuple(n - o for n, o in zip(entry.shape, start, strict=False))
-        )
-        box = self._box(name, entry, start, size)
-        out = torch.empty(size, dtype=getattr(torch, TORCH_NAMES[entry.dtype]))
+        box = box_of(self.path, name, entry.shape, offset, shape)
+        out = torch.empty(box.shape, dtype=getattr(torch, TORCH_NAMES[entry.dtype]))
         self._fill(name, entry, box, out)
         return out
 
@@ -118,14 +109,14 @@ class SavedCheckpoint:
             CorruptError: a piece differs from what was written.
         """
         entry = self._entry(name)
-        start = tuple(offset) if offset is not None else (0,) * len(entry.shape)
-        self._fill(name, entry, self._box(name, entry, start, tuple(out.shape)), out)
+        box = box_of(self.path, name, entry.shape, offset, tuple(out.shape))
+        self._fill(name, entry, box, out)
 
     def verify(self) -> None:
         """Hash every piece now.
 
         Raises:
-            CorruptError: the first piece that is not what was written, by tensor and file.
+            CorruptError: the first piece that has changed since it was written, by tensor and file.
         """
         for problem in self.problems():
             raise CorruptError(f"{problem}{self._advice()}")
@@ -134,7 +125,7 @@ class SavedCheckpoint:
         """Compare every piece with what the disk has now, past copies in memory.
 
         Raises:
-            CorruptError: a piece that is not what was written, by tensor and file.
+            CorruptError: a piece that has changed since it was written, by tensor and file.
         """
         if not isinstance(self.path, Path):
             return self.verify()
@@ -153,14 +144,14 @@ class SavedCheckpoint:
 
         Raises:
             CheckpointError: a file cannot be read.
-            CorruptError: it is not what was written; names the file.
+            CorruptError: it has changed since it was written; names the file.
         """
         with self._advising():
             for file in self.index.files:
                 self.index.check_file(file)
 
     def problems(self) -> Iterator[str]:
-        """Every file and every piece that is not what was written, by tensor and file."""
+        """Every file and every piece that has changed since it was written, by tensor and file."""
         for file in self.index.files:
             try:
                 shard = self.index.check_file(file)
@@ -176,7 +167,7 @@ class SavedCheckpoint:
 
         Raises:
             CheckpointError: no such tensor, or a file cannot be read.
-            CorruptError: a file or its shard is not what was written.
+            CorruptError: a file or its shard has changed since it was written.
         """
         self._entry(name)
         with self._advising():
@@ -203,7 +194,7 @@ class SavedCheckpoint:
         self._verified.add((piece.key or name, piece.file))
 
     def damage(self, name: str, piece: StoredPiece) -> CorruptError:
-        """What to raise for a piece that is not what was written."""
+        """What to raise for a piece that has changed since it was written."""
         return self.damaged(self.described(name, piece))
 
     def damaged(self, words: str) -> CorruptError:
@@ -216,40 +207,13 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: ``meta["model"]`` differs; names the fields.
         """
-        value = self.meta.get("model")
-        if not isinstance(value, dict):
-            raise CheckpointError(
-                f"{self.path}: does not say which model it is of; it was not saved by training"
-            )
-        different = differences(value, expected)
-        if different:
-            raise CheckpointError(
-                f"{self.path}: a checkpoint of another model: "
-                + ", ".join(f"{key} = {there} there, {here} here" for key, there, here in different)
-                + "; use the configuration it was saved with, or another directory"
-            )
+        require_model(self.path, self.meta, expected)
 
     def _entry(self, name: str) -> IndexedTensor:
         entry = self.index.tensors.get(name)
         if entry is None:
-            hint = nearest(name, self.index.tensors)
-            raise CheckpointError(
-                f"{self.path}: holds no tensor {name!r}; " + (hint or "see shoal model ls")
-            )
+            raise CheckpointError(no_tensor(self.path, name, self.index.tensors))
         return entry
-
-    def _box(
-        self, name: str, entry: IndexedTensor, offset: tuple[int, ...], shape: tuple[int, ...]
-    ) -> Box:
-        box = Box(offset, shape)
-        require(
-            box.inside(entry.shape),
-            f"{self.path}: tensor {name!r}",
-            f"offset {list(offset)}, shape {list(shape)}",
-            expected=f"a box of the whole shape {list(entry.shape)}",
-            error=CheckpointError,
-        )
-        return box
 
     def _fill(self, name: str, entry: IndexedTensor, box: Box, out: torch.Tensor) -> None:
         import torch
@@ -290,31 +254,12 @@ class SavedCheckpoint:
             raise CorruptError(f"{cause}{self._advice()}") from cause
 
     def described(self, name: str, piece: StoredPiece) -> str:
-        """What is wrong with a piece that is not what was written."""
+        """What is wrong with a piece that has changed since it was written."""
         return (
-            f"tensor {name!r} in {self.folder.where(piece.file)}: its bytes are not those that "
-            f"were written ({piece.checksum} differs)"
+            f"tensor {name!r} in {self.folder.where(piece.file)}: its contents have changed since "
+            f"it was written ({piece.checksum} differs)"
         )
 
     def _advice(self) -> str:
         advice = self._advise()
         return f"; {advice}" if advice else ""
-
-
-def differences(
-    there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = ""
-) -> list[tuple[str, Any, Any]]:
-    """(dotted key, value there, value here) of every leaf in which two mappings differ."""
-    results: list[tuple[str, Any, Any]] = []
-    for key in [*there, *(key for key in here if key not in there)]:
-        a, b = there.get(key, "absent"), here.get(key, "absent")
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            results += differences(a, b, f"{prefix}{key}.")
-        elif _plain(a) != _plain(b):
-            results.append((f"{prefix}{key}", a, b))
-    return results
-
-
-def _plain(value: Any) -> Any:
-    # JSON has no tuples: what was saved as one comes back as a list.
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

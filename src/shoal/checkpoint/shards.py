@@ -32,18 +32,6 @@ from shoal.core.safetensors_header import ITEM_BYTES
 if TYPE_CHECKING:
     from shoal.checkpoint.image import ImageSlot
 
-__all__ = [
-    "DeclaredTensor",
-    "FileIndex",
-    "RankIndex",
-    "StoredFile",
-    "StoredPiece",
-    "file_name",
-    "layout_of",
-    "rank_of",
-    "shard_name",
-]
-
 Digest = str
 FILE = r"^rank-\d{5,}\.safetensors$"
 
@@ -81,10 +69,8 @@ class StoredPiece(Value):
     """One box of a tensor in a file.
 
     Args:
-        file: name of the file.
         offset: where the box begins in the whole tensor.
         shape: size of the box.
-        bytes: its size.
         crc32c: checksum of its bytes.
         sha256: checksum of its bytes in versions 1 and 2, which have no CRC32C.
         key: its name in the file, if that is not the tensor's: a rank may write several pieces
@@ -120,9 +106,7 @@ class DeclaredTensor(NamedTuple):
     """A tensor as a rank describes it.
 
     Args:
-        name: of the whole tensor.
         dtype: the format's name.
-        shape: of the whole tensor.
     """
 
     name: str
@@ -134,8 +118,6 @@ class RankIndex(Value):
     """What one rank wrote, and how long that took.
 
     Args:
-        rank: its number.
-        file: its file.
         layout_sha256: checksum of names, shapes and places, without those of the bytes.
         phases_s: phase -> seconds that its share of the save took.
         spans_s: phase -> when it began and ended, s after the save began.
@@ -158,7 +140,6 @@ class FileIndex:
         rows: int64 [N, 2 + 2 D] in the order of the file; of each piece the number of its tensor,
             its first byte in the file, offset and shape; D is the most dimensions of any tensor,
             and others have offset 0 and shape 1 in the last ones.
-        crc32c: of each piece.
         keys: number of a piece -> its name in the file, where that is not the tensor's.
         sha256: of each piece, in versions that have no CRC32C.
     """
@@ -174,14 +155,7 @@ class FileIndex:
     def of(
         cls, rank: int, file: StoredFile, slots: Sequence[ImageSlot], crc32c: Sequence[int]
     ) -> FileIndex:
-        """The index of a file that was written.
-
-        Args:
-            rank: whose it is.
-            file: its size and the checksum of its header.
-            slots: what lies in it.
-            crc32c: of each slot.
-        """
+        """The index of a file that was written."""
         numbers: dict[DeclaredTensor, int] = {}
         dims = max((len(slot.shape) for slot in slots), default=0)
         rows = np.ones((len(slots), 2 + 2 * dims), dtype=np.int64)

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.protocols import Saver, SaveTicket
     from shoal.ir.comm import Comm
 
-__all__ = ["Checkpoints", "load", "save"]
-
 State = Mapping[str, Any]
 Mode = Choice | str | Mapping[str, Any]
 

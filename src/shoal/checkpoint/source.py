@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.image import Chunk, Image
     from shoal.checkpoint.pieces import ReadyPiece
 
-__all__ = ["CHUNK_BYTES", "ByteSource", "host_memory", "straight"]
-
 CHUNK_BYTES = 2**23
 """Long enough for a disk's full rate, short enough that waiting for the end of one is cheap."""
 

@@ -27,28 +27,12 @@ if TYPE_CHECKING:
     from shoal.checkpoint.pieces import Given
     from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 
-__all__ = [
-    "FlatBuffer",
-    "FlatPart",
-    "ModuleState",
-    "OptimizerState",
-    "PrefixedTensors",
-    "StateSource",
-    "pieces_of",
-    "source_of",
-]
-
 # Files whose length changes at every save would be planned anew every time.
 _PADDING = 4096
 
 
 class PrefixedTensors:
-    """The tensors of a checkpoint whose names begin with a prefix, named without it.
-
-    Args:
-        saved: the checkpoint.
-        prefix: what the names begin with.
-    """
+    """The tensors of a checkpoint whose names begin with a prefix, named without it."""
 
     def __init__(self, saved: SavedCheckpoint, prefix: str) -> None:
         self._saved = saved
@@ -78,11 +62,9 @@ class StateSource(Protocol):
 
     def shards(self) -> Given:
         """Name -> the boxes that this rank holds, copies of what others hold included."""
-        ...
 
     def plain(self) -> Any:
         """Plain data to keep beside the tensors; that of rank 0 is kept."""
-        ...
 
     def wanted(self, stored: PrefixedTensors) -> Wanted:
         """Name -> the boxes that this rank wants, and the tensors to fill.
@@ -90,7 +72,6 @@ class StateSource(Protocol):
         Args:
             stored: what there is.
         """
-        ...
 
     def loaded(self, plain: Any) -> None:
         """Everything wanted was filled.
@@ -98,7 +79,6 @@ class StateSource(Protocol):
         Args:
             plain: what :meth:`plain` returned; None where nothing was kept.
         """
-        ...
 
 
 def source_of(key: str, value: Any, names: Mapping[int, str], peers: Peers) -> StateSource:
@@ -168,9 +148,6 @@ class ModuleState:
     """Parameters and buffers of a module; plain, under DDP, or sharded by FSDP2 or as DTensors.
 
     A parameter with two names is stored once, under the first.
-
-    Args:
-        module: it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -186,7 +163,6 @@ class ModuleState:
         return tensors
 
     def shards(self) -> Given:
-        """See :class:`StateSource`."""
         from torch.nn import Parameter
 
         # Buffers such as running means change in the forward pass, which no mode waits for.
@@ -202,7 +178,6 @@ class ModuleState:
         """See :class:`StateSource`."""
 
     def wanted(self, stored: PrefixedTensors) -> Wanted:
-        """See :class:`StateSource`; all that the module has."""
         return {name: pieces_of(tensor) for name, tensor in self._tensors().items()}
 
     def loaded(self, plain: Any) -> None:
@@ -237,11 +212,9 @@ class OptimizerState:
                     yield f"groups.{number}.{key}", value
 
     def shards(self) -> Given:
-        """See :class:`StateSource`."""
         return {name: pieces_of(tensor) for name, tensor in self._tensors()}
 
     def plain(self) -> Any:
-        """See :class:`StateSource`: options of the groups, and state that is no tensor."""
         groups = [
             {k: v for k, v in group.items() if k != "params" and not hasattr(v, "untyped_storage")}
             for group in self._optimizer.param_groups
@@ -255,7 +228,6 @@ class OptimizerState:
         return {"groups": groups, "state": state}
 
     def wanted(self, stored: PrefixedTensors) -> Wanted:
-        """See :class:`StateSource`; what a step would have made is made where it is missing."""
         import torch
 
         there: dict[str, list[str]] = {}
@@ -285,7 +257,6 @@ class OptimizerState:
         return result
 
     def loaded(self, plain: Any) -> None:
-        """See :class:`StateSource`."""
         kept = plain or {"groups": [], "state": {}}
         for number, (name, _) in enumerate(self._parameters):
             for key, value in kept["state"].items():
@@ -312,11 +283,8 @@ class FlatPart(NamedTuple):
     """A tensor's part of a flat buffer.
 
     Args:
-        name: of the tensor.
-        shape: its whole shape.
         first: number of its first element in the buffer, counted row by row in the tensor.
         at: where that lies in the buffer.
-        size: elements.
     """
 
     name: str
@@ -339,7 +307,6 @@ class FlatBuffer:
         self._parts = tuple(parts)
 
     def shards(self) -> Given:
-        """See :class:`StateSource`."""
         shards: dict[str, list[Piece]] = {}
         for part in self._parts:
             flat = self._buffer[part.at : part.at + part.size]
@@ -350,7 +317,6 @@ class FlatBuffer:
         """See :class:`StateSource`."""
 
     def wanted(self, stored: PrefixedTensors) -> Wanted:
-        """See :class:`StateSource`."""
         return self.shards()  # type: ignore[return-value]
 
     def loaded(self, plain: Any) -> None:
@@ -371,7 +337,6 @@ class LoaderSource:
         self._blanks: list[Tensor] = []
 
     def shards(self) -> Given:
-        """See :class:`StateSource`; text of its own for each rank."""
         import torch
 
         text = json.dumps(self._loader.state().as_plain()).encode()
@@ -383,13 +348,11 @@ class LoaderSource:
         """See :class:`StateSource`."""
 
     def wanted(self, stored: PrefixedTensors) -> Wanted:
-        """See :class:`StateSource`; all ranks' states, of which each then takes its share."""
         result = {name: stored.blank(name) for name in sorted(stored.names())}
         self._blanks = list(result.values())
         return {name: [Piece.whole(blank)] for name, blank in result.items()}
 
     def loaded(self, plain: Any) -> None:
-        """See :class:`StateSource`."""
         states = [
             LoaderState.from_plain(json.loads(blank.numpy().tobytes())) for blank in self._blanks
         ]

@@ -26,8 +26,6 @@ from shoal.core.files import fsync_dir, write_atomic
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Draft", "FileSink", "Folder", "LocalFolder", "LocalStorage", "Storage"]
-
 _STEP = re.compile(r"^step-(\d{8,})$")
 # .tmp: being written or deleted. .old: replaced by a newer save of the same step.
 _HIDDEN = re.compile(r"^\.step-(\d{8,})(?:\.[0-9a-z-]+)?\.(tmp|old)$")
@@ -38,11 +36,9 @@ class Folder(Protocol):
 
     def where(self, name: str = "") -> str:
         """What errors call the folder or a file in it."""
-        ...
 
     def exists(self) -> bool:
         """Whether it is there at all."""
-        ...
 
     def size(self, name: str) -> int:
         """Bytes of a file.
@@ -51,7 +47,6 @@ class Folder(Protocol):
             FileNotFoundError: there is none.
             OSError: it cannot be asked.
         """
-        ...
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Bytes of a file, uint8 of one dimension; writing to them changes no file.
@@ -59,7 +54,6 @@ class Folder(Protocol):
         Raises:
             OSError: it cannot be read.
         """
-        ...
 
 
 class FileSink(Protocol):
@@ -71,7 +65,6 @@ class FileSink(Protocol):
         Raises:
             OSError: the place refuses.
         """
-        ...
 
     def finish(self) -> None:
         """Return when the whole file is durable.
@@ -79,11 +72,9 @@ class FileSink(Protocol):
         Raises:
             OSError: the place refuses.
         """
-        ...
 
     def abandon(self) -> None:
         """Give up; what was written is of no use."""
-        ...
 
 
 class Draft(Protocol):
@@ -93,39 +84,30 @@ class Draft(Protocol):
 
     def prepare(self) -> None:
         """Make it; another rank may have done so already."""
-        ...
 
     def replace(self) -> None:
         """Make room for it, where a checkpoint of the same name would be in its way."""
-        ...
 
     def ready(self) -> bool:
         """Whether it was made and not thrown away."""
-        ...
 
     def create(self, name: str, size: int) -> FileSink:
         """Start a large file of known size."""
-        ...
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file, whole or not at all."""
-        ...
 
     def get(self, name: str) -> bytes | None:
         """A small file; None if there is none."""
-        ...
 
     def names(self) -> set[str]:
         """All files that are whole."""
-        ...
 
     def token(self) -> str:
         """What the committed checkpoint is recognised by."""
-        ...
 
     def discard(self) -> None:
         """Remove all of it; what cannot be removed is left."""
-        ...
 
 
 class Storage(Protocol):
@@ -140,15 +122,12 @@ class Storage(Protocol):
 
     def where(self) -> str:
         """What errors call it."""
-        ...
 
     def steps(self) -> tuple[int, ...]:
         """Committed steps, oldest first."""
-        ...
 
     def unfinished(self) -> tuple[int, ...]:
         """Steps that lie here without an index, so that they cannot be loaded."""
-        ...
 
     def folder(self, step: int) -> Folder:
         """The files of a step.
@@ -156,11 +135,9 @@ class Storage(Protocol):
         Raises:
             KeyError: there is none.
         """
-        ...
 
     def token(self, step: int) -> str | None:
         """What :meth:`Draft.token` said of a committed step; None if there is no such step."""
-        ...
 
     def writing(self) -> AbstractContextManager[None]:
         """Keep others from writing here for as long as the context lasts.
@@ -169,11 +146,9 @@ class Storage(Protocol):
             CheckpointError: another run is writing here.
             OSError: the place refuses.
         """
-        ...
 
     def clean(self) -> None:
         """Remove what interrupted saves left behind, and put back what they had set aside."""
-        ...
 
     def draft(self, step: int, attempt: str = "") -> Draft:
         """The checkpoint that all ranks write together.
@@ -182,50 +157,37 @@ class Storage(Protocol):
             step: which step.
             attempt: distinguishes this save from others of the same step; equal on all ranks.
         """
-        ...
 
     def commit(self, draft: Draft, index: bytes) -> None:
         """Make a checkpoint of what was written; a step that was there before is replaced."""
-        ...
 
     def remove(self, step: int) -> None:
         """Delete a step; an interruption leaves no half of it in sight."""
-        ...
 
     def forget(self, step: int) -> None:
         """Let the next read of a step ask the disk, not a copy in memory."""
-        ...
 
     def free_bytes(self) -> int | None:
         """Bytes that can still be written; None where unknown."""
-        ...
 
 
 class LocalFolder:
-    """A directory of this host, its files memory-mapped.
-
-    Args:
-        path: the directory.
-    """
+    """A directory of this host, its files memory-mapped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._maps: dict[str, np.ndarray] = {}
 
     def where(self, name: str = "") -> str:
-        """See :class:`Folder`."""
         return str(self.path / name) if name else str(self.path)
 
     def exists(self) -> bool:
-        """See :class:`Folder`."""
         return self.path.is_dir()
 
     def size(self, name: str) -> int:
-        """See :class:`Folder`."""
         return (self.path / name).stat().st_size
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """See :class:`Folder`."""
         import numpy as np
 
         if start == stop:
@@ -237,56 +199,43 @@ class LocalFolder:
 
 
 class LocalDraft:
-    """A hidden directory beside the checkpoints.
-
-    Args:
-        step: which step it will be.
-        path: the directory.
-    """
+    """A hidden directory beside the checkpoints."""
 
     def __init__(self, step: int, path: Path) -> None:
         self.step = step
         self.path = path
 
     def prepare(self) -> None:
-        """See :class:`Draft`."""
         self.path.mkdir(exist_ok=True)
 
     def replace(self) -> None:
         """See :class:`Draft`; a rename makes room when the time has come."""
 
     def ready(self) -> bool:
-        """See :class:`Draft`."""
         return self.path.is_dir()
 
     def create(self, name: str, size: int) -> FileSink:
-        """See :class:`Draft`."""
         return DiskSink(self.path / name, size)
 
     def put(self, name: str, data: bytes) -> None:
-        """See :class:`Draft`."""
         write_atomic(self.path / name, data, error=CheckpointError)
 
     def get(self, name: str) -> bytes | None:
-        """See :class:`Draft`."""
         try:
             return (self.path / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def names(self) -> set[str]:
-        """See :class:`Draft`; a small file has another name until it is whole."""
         try:
             return {path.name for path in self.path.iterdir()}
         except FileNotFoundError:
             return set()
 
     def token(self) -> str:
-        """See :class:`Draft`."""
         return str(self.path.stat().st_ino)
 
     def discard(self) -> None:
-        """See :class:`Draft`."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -303,23 +252,18 @@ class LocalStorage:
         self.root = Path(root)
 
     def where(self) -> str:
-        """See :class:`Storage`."""
         return str(self.root)
 
     def steps(self) -> tuple[int, ...]:
-        """See :class:`Storage`; a directory that has lost its index is no step."""
         return tuple(sorted(s for s, path in self._folders().items() if _indexed(path)))
 
     def unfinished(self) -> tuple[int, ...]:
-        """See :class:`Storage`."""
         return tuple(sorted(s for s, path in self._folders().items() if not _indexed(path)))
 
     def folder(self, step: int) -> LocalFolder:
-        """See :class:`Storage`."""
         return LocalFolder(self._folders()[step])
 
     def token(self, step: int) -> str | None:
-        """See :class:`Storage`."""
         try:
             return str(self._final(step).stat().st_ino)
         except FileNotFoundError:
@@ -327,7 +271,6 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """See :class:`Storage`; the system lets go when this process dies."""
         self.root.mkdir(parents=True, exist_ok=True)
         fd = os.open(self.root, os.O_RDONLY)
         try:
@@ -346,7 +289,6 @@ class LocalStorage:
             os.close(fd)
 
     def clean(self) -> None:
-        """See :class:`Storage`."""
         for path in list(self.root.iterdir()):
             hidden = _HIDDEN.match(path.name)
             if hidden is None:
@@ -358,12 +300,10 @@ class LocalStorage:
                 shutil.rmtree(path)
 
     def draft(self, step: int, attempt: str = "") -> LocalDraft:
-        """See :class:`Storage`."""
         suffix = f"{attempt}.tmp" if attempt else "tmp"
         return LocalDraft(step, self._hidden(step, suffix))
 
     def commit(self, draft: Draft, index: bytes) -> None:
-        """See :class:`Storage`."""
         assert isinstance(draft, LocalDraft)
         write_atomic(draft.path / INDEX_NAME, index)
         fsync_dir(draft.path)
@@ -376,13 +316,11 @@ class LocalStorage:
             shutil.rmtree(aside)
 
     def remove(self, step: int) -> None:
-        """See :class:`Storage`."""
         dying = self._hidden(step, "tmp")
         os.rename(self._final(step), dying)
         shutil.rmtree(dying)
 
     def forget(self, step: int) -> None:
-        """See :class:`Storage`."""
         for file in self._final(step).iterdir():
             fd = os.open(file, os.O_RDONLY)
             try:
@@ -391,7 +329,6 @@ class LocalStorage:
                 os.close(fd)
 
     def free_bytes(self) -> int:
-        """See :class:`Storage`."""
         return shutil.disk_usage(self.root).free
 
     def _final(self, step: int) -> Path:

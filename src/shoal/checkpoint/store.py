@@ -203,8 +203,8 @@ class Store:
             raise failures[0]
         if rank and self.storage.token(step) != token:
             raise CheckpointError(
-                f"{self.where}: step {step} is not saved, because another rank failed; its own "
-                "error says why"
+                f"{self.where}: step {step} is not saved, because another rank failed; see its "
+                f"own error"
             )
 
     @contextlib.contextmanager
@@ -301,7 +301,7 @@ class Store:
         if not draft.ready():
             raise CheckpointError(
                 f"{self.where}: step {draft.step} is not prepared, because rank 0 failed or the "
-                "ranks do not share this directory; its own error says why"
+                "ranks do not share this directory; see its own error"
             )
         self.require_room(draft.step, needed)
         image = image_of(pieces)
@@ -349,7 +349,7 @@ class Store:
             if vote is None:
                 raise CheckpointError(
                     f"{self.where}: step {draft.step} is not saved, because rank {rank} wrote "
-                    f"nothing: {refusal_of(draft, rank) or 'its log says why'}"
+                    f"nothing: {refusal_of(draft, rank) or 'see its log'}"
                 )
             votes.append(vote)
         index, heads = self._merger.merge(draft.step, meta, votes)

@@ -23,8 +23,6 @@ from shoal.checkpoint.checksum import crc32c, sampled_crc32c
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TensorSnapshot", "Watch", "digest"]
-
 Watch = Literal["version", "sample", "full"]
 
 _PAGE, _LINE = 4096, 64
@@ -36,7 +34,6 @@ class TensorSnapshot:
     """The state of tensors at one moment, to be compared with a later one.
 
     Args:
-        tensors: what is watched, as it is now.
         how: by their ``version`` alone, also by a ``sample`` of the bytes, or by a ``full`` digest.
     """
 

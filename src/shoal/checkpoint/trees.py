@@ -16,16 +16,11 @@ if TYPE_CHECKING:
     from shoal.checkpoint.pieces import Given
     from shoal.checkpoint.states import PrefixedTensors
 
-__all__ = ["ObjectState", "TreeState"]
-
 
 class TreeState:
     """A dict, nested or not, of tensors and plain data.
 
     Loading fills the tensors that are in it, and puts in what is missing.
-
-    Args:
-        tree: it.
 
     Raises:
         CheckpointError: two leaves have one name; a key that is no text.
@@ -47,7 +42,6 @@ class TreeState:
         return leaves
 
     def shards(self) -> Given:
-        """See :class:`~shoal.checkpoint.states.StateSource`."""
         shards: dict[str, list[Piece]] = {}
         for name, (_, value) in self._leaves().items():
             if isinstance(value, Piece):
@@ -69,7 +63,6 @@ class TreeState:
         return {"values": values, "paths": paths}
 
     def wanted(self, stored: PrefixedTensors) -> Wanted:
-        """See :class:`~shoal.checkpoint.states.StateSource`."""
         result: dict[str, Sequence[Piece]] = {**self.shards()}  # type: ignore[dict-item]
         for name in stored.names():
             if name not in result:
@@ -78,7 +71,6 @@ class TreeState:
         return result
 
     def loaded(self, plain: Any) -> None:
-        """See :class:`~shoal.checkpoint.states.StateSource`."""
         own = isinstance(plain, Mapping) and plain.keys() == {"values", "paths"}
         # What an optimizer has kept goes in as it is.
         kept = plain if own else {"values": plain or {}, "paths": {}}
@@ -101,21 +93,17 @@ class ObjectState:
         self._found: dict[str, Any] = {}
 
     def shards(self) -> Given:
-        """See :class:`~shoal.checkpoint.states.StateSource`."""
         return TreeState(_copied(self._value.state_dict())).shards()
 
     def plain(self) -> Any:
-        """See :class:`~shoal.checkpoint.states.StateSource`."""
         return TreeState(_copied(self._value.state_dict())).plain()
 
     def wanted(self, stored: PrefixedTensors) -> Wanted:
-        """See :class:`~shoal.checkpoint.states.StateSource`."""
         self._found = _copied(self._value.state_dict())
         self._tree = TreeState(self._found)
         return self._tree.wanted(stored)
 
     def loaded(self, plain: Any) -> None:
-        """See :class:`~shoal.checkpoint.states.StateSource`."""
         assert self._tree is not None
         self._tree.loaded(plain)
         self._value.load_state_dict(self._found)

@@ -28,6 +28,7 @@ STUDIES = PartTable(
         "parscale": "shoal.cost.scaling.parscale_study:ParScaleStudy",
         "paths": "shoal.plan.paths.paths_study:PathsStudy",
         "peft": "shoal.train.peft.peft_study:PeftStudy",
+        "price": "shoal.plan.price_study:PriceStudy",
         "planes": "shoal.kernel.planes.planes_study:PlanesStudy",
         "routes": "shoal.plan.routes.routes_study:RoutesStudy",
         "sbp": "shoal.parallel.placed.sbp_study:SbpStudy",

@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-import shoal
 from shoal.core.errors import StoreError, require
 from shoal.core.files import write_json
+from shoal.core.version import PACKAGE
 from shoal.machine.fingerprint import versions
-
-__all__ = ["CachedResult", "cached", "own_home"]
 
 
 class CachedResult(NamedTuple):
@@ -83,7 +81,7 @@ def cached(
 
 def _digest_of(code: Sequence[str]) -> str:
     """Sixteen digits that change with the sources of these files and directories of the package."""
-    root, digest = Path(shoal.__file__).parent, hashlib.sha256()
+    root, digest = PACKAGE, hashlib.sha256()
     for part in code:
         place = root / part
         require(place.exists(), "code", part, expected="a file or directory of the package")

@@ -10,25 +10,39 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ClassVar, Generic, TypeVar
+from typing import Annotated, ClassVar, Generic, Self, TypeVar
 
-from pydantic import PositiveInt, StringConstraints
+from pydantic import PositiveInt, StringConstraints, model_validator
 
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, Status
 from shoal.core.config import Value, parse
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, install
 from shoal.core.files import read_yaml
 from shoal.core.measure import num_cores
 from shoal.core.native import compiler
-
-__all__ = ["BaseClaim", "CatalogueRow", "catalogue", "row_of"]
 
 FILE = Path(__file__).with_name("catalogue.yaml")
 
 _T = TypeVar("_T")
 
 Sentence = Annotated[str, StringConstraints(min_length=20, max_length=240, strip_whitespace=True)]
+
+
+class ClaimChange(Value):
+    """A threshold, a workload or a quantity that is not what it was at first.
+
+    Args:
+        what: the metric, or what else has changed.
+        old: what it was.
+        new: what it is.
+        reason: why.
+    """
+
+    what: str
+    old: str
+    new: str
+    reason: Sentence
 
 
 class CatalogueRow(Value):
@@ -46,7 +60,9 @@ class CatalogueRow(Value):
         area: area it belongs to, the stem of its specification.
         status: always ``planned``; the rest is earned.
         claim: name of the experiment, once there is one.
+        peers: who runs beside it in the same run, or why nobody does.
         metrics: what the experiment is judged by.
+        changed: how its thresholds, workloads and quantities differ from those it began with.
         attempts: what was tried where a threshold is not reached.
     """
 
@@ -61,8 +77,16 @@ class CatalogueRow(Value):
     area: str
     status: Status = "planned"
     claim: str | None = None
+    peers: str = ""
     metrics: tuple[Metric, ...] = ()
+    changed: tuple[ClaimChange, ...] = ()
     attempts: tuple[Attempt, ...] = ()
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if self.metrics and not self.peers:
+            raise ConfigError(f"row {self.id}: no peers; name them, or say why there are none")
+        return self
 
 
 class _Catalogue(Value):
@@ -100,19 +124,22 @@ class _Stated(Generic[_T]):
 class BaseClaim:
     """Base of the claims: thresholds are the catalogue's, what must be installed is checked here.
 
-    A claim implements :meth:`collect`.
+    A claim implements :meth:`collect`, and says in the line of its class:
 
-    Attributes:
-        rows: number of the row of the catalogue.
-        needs: modules without which the claim cannot run; ``c++`` for a compiler.
+    Args:
+        row: number of its row of the catalogue.
+        needs: modules without which it cannot run; ``c++`` for a compiler.
         cores: fewest processors.
     """
 
     rows: ClassVar[tuple[int, ...]]
-    needs: ClassVar[tuple[str, ...]] = ()
-    cores: ClassVar[int] = 1
+    needs: ClassVar[tuple[str, ...]]
+    cores: ClassVar[int]
     metrics = _Stated(lambda row: row.metrics)
     attempts = _Stated(lambda row: row.attempts)
+
+    def __init_subclass__(cls, *, row: int, needs: tuple[str, ...] = (), cores: int = 1) -> None:
+        cls.rows, cls.needs, cls.cores = (row,), needs, cores
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Why this claim cannot run here, or None."""
@@ -122,7 +149,7 @@ class BaseClaim:
                     return "no C++ compiler; install g++"
             elif importlib.util.find_spec(need) is None:
                 extra = "run" if need == "torch" else "bench"
-                return f"no {need}; install shoal-ml[{extra}]"
+                return f"no {need}; {install(extra)} brings it"
         if num_cores() < self.cores:
             return f"{num_cores()} cores; it needs {self.cores}"
         return None

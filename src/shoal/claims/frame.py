@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
+from shoal.core.errors import ConfigError
 from shoal.core.measure import interleave
-
-__all__ = ["Arm", "ClaimRun", "Numbers", "paired", "wire_bytes"]
 
 Arm = Callable[[], object]
 """What is timed; a result that is lazy must be waited for inside."""
@@ -85,6 +84,9 @@ class ClaimRun:
             swaps: name of a method -> name of its baseline.
         """
         places = swaps if swaps is not None else {"method": "baseline"}
+        for name, baseline in places.items():
+            if name != baseline and arms.get(name, arms) is arms.get(baseline):
+                raise ConfigError(f"claim: {name} and {baseline} are one and the same arm")
         return {name: arms[self.pick(name, places.get(name, name))] for name in arms}
 
     def race(
@@ -109,6 +111,37 @@ class ClaimRun:
 
         with torch_threads(threads) if threads else contextlib.nullcontext():
             return interleave(self.arms(arms, swaps), rounds, warmup=warmup, seed=self.seed).seconds
+
+    def versus(
+        self,
+        arms: Mapping[str, Arm],
+        pairs: Mapping[str, tuple[str, str]],
+        rounds: int,
+        *,
+        warmup: int = 2,
+        threads: int = 0,
+    ) -> Mapping[str, tuple[float, ...]]:
+        """Time arms in turn, and put each metric's method beside the baseline that it names.
+
+        In the A/A run that baseline stands in the method's place, timed a second time.
+
+        Args:
+            arms: name -> what is timed.
+            pairs: metric -> names of its method and of its baseline.
+            rounds: how many.
+            warmup: rounds before, not timed.
+            threads: as of :meth:`race`.
+
+        Returns:
+            Seconds of each arm by round.
+        """
+        timed = dict(arms)
+        if self.as_baseline:
+            timed |= {f"{baseline} again": arms[baseline] for _, baseline in pairs.values()}
+        seconds = self.race(timed, rounds, swaps={}, warmup=warmup, threads=threads)
+        for metric, (method, baseline) in pairs.items():
+            self.put(metric, seconds[self.pick(method, f"{baseline} again")], seconds[baseline])
+        return seconds
 
     def turns(
         self, arms: Mapping[str, Callable[[], _T]], rounds: int, *, warmup: int = 0
@@ -147,6 +180,12 @@ class ClaimRun:
     def skip(self, reason: str, *metrics: str) -> None:
         """Say why metrics cannot be measured here."""
         self.skipped |= dict.fromkeys(metrics, reason)
+
+    def lacks(self, reason: str | None, *metrics: str) -> bool:
+        """Whether there is a reason for which metrics cannot be measured here; it is kept."""
+        if reason is not None:
+            self.skip(reason, *metrics)
+        return reason is not None
 
     def samples(self) -> ClaimSamples:
         """Everything collected."""

@@ -1,6 +1,8 @@
 """The verdict: a pure function of raw samples and thresholds.
 
-Any reader of a results file can compute it again, and gets the same.
+Any reader of a results file can compute it again, and gets the same. A threshold holds when the
+conservative end of the 90 % interval meets it, and is missed when not even the other end does.
+Between the two, and where a timing spreads too far or has too few pairs, the metric is noisy.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from shoal.claims.protocols import (
     Metric,
     MetricVerdict,
     PairedSamples,
+    Status,
     Verdict,
 )
 from shoal.core.errors import ConfigError, nearest, require
 from shoal.core.measure import Spread, bootstrap
 
-__all__ = ["MAX_HALF_WIDTH", "MIN_PEER_RATIO", "judge", "measure", "wanted"]
-
 MAX_HALF_WIDTH = 0.05
 MIN_PEER_RATIO = 0.9
 MIN_ATTEMPTS = 2
+MIN_PAIRS = 5
 REAL: tuple[Evidence, ...] = ("same_regime", "mechanism")
 
 
@@ -63,40 +65,36 @@ def judge(
         reasons = "; ".join(dict.fromkeys(skipped.values())) or "no metric of it can be judged"
         return Verdict(status="skipped", skipped=skipped, reason=reasons)
     results = tuple(_judge_metric(m, samples, seed) for m in judged)
-    evidence = _evidence(judged)
-    void = _void(judged, samples, aa, quick, seed)
+    headlines = [metric for metric in judged if not metric.check]
+    void = _void(judged, headlines, samples, aa, quick, seed)
+    absent = [f"{m.name}: {skipped[m.name]}" for m in chosen if not m.check and m.name in skipped]
+    short = [m for m, r in zip(judged, results, strict=True) if not r.holds and not r.noisy]
+    noisy = [m for m, r in zip(judged, results, strict=True) if r.noisy]
+    by_name = {result.name: result for result in results}
+    evidence = _weakest(headlines or judged)
+    status: Status = "works" if evidence in REAL else "modelled"
+    reason = ""
+    missing: tuple[str, ...] = ()
     if void:
-        return Verdict(
-            status="skipped",
-            evidence=evidence,
-            metrics=results,
-            skipped=skipped,
-            reason=f"void: {void}",
-        )
-    short = [r for r in results if not r.holds and not r.noisy]
-    noisy = [r for r in results if r.noisy]
-    if short:
-        by_name = {m.name: m for m in judged}
+        status, reason = "skipped", f"void: {void}"
+    elif short:
+        status, missing = "falls_short", tuple(_owed(short, samples, attempts))
         reason = "; ".join(
-            f"{r.name} is {r.value:.4g}, wanted {by_name[r.name].condition}" for r in short
+            f"{m.name} is {by_name[m.name].value:.4g}, wanted {m.condition}" for m in short
         )
-        missing = tuple(_owed([by_name[r.name] for r in short], samples, attempts))
-        return Verdict(
-            status="falls_short",
-            evidence=evidence,
-            metrics=results,
-            skipped=skipped,
-            reason=reason,
-            missing=missing,
-        )
-    if noisy:
-        names = ", ".join(r.name for r in noisy)
-        reason = f"the interval of {names} is wider than +-{MAX_HALF_WIDTH:.0%}; run it again"
-        return Verdict(
-            status="noisy", evidence=evidence, metrics=results, skipped=skipped, reason=reason
-        )
-    status = "works" if evidence in REAL else "modelled"
-    return Verdict(status=status, evidence=evidence, metrics=results, skipped=skipped)
+    elif noisy:
+        status = "noisy"
+        reason = "; ".join(_noise(m, by_name[m.name], samples) for m in noisy) + "; run it again"
+    elif absent:
+        status, reason = "skipped", "; ".join(absent)
+    return Verdict(
+        status=status,
+        evidence=evidence,
+        metrics=results,
+        skipped=skipped,
+        reason=reason,
+        missing=missing,
+    )
 
 
 def wanted(metrics: Iterable[Metric], quick: bool) -> list[Metric]:
@@ -137,24 +135,45 @@ def measure(metric: Metric, paired: PairedSamples, seed: int = 0) -> Spread:
         return bootstrap(method_N, lambda values: np.mean(values, axis=-1), seed=seed)
     if metric.statistic in ("max", "min"):
         extreme = np.max if metric.statistic == "max" else np.min
-        # Resampling says nothing true about an extreme.
+        if metric.timing:
+            return bootstrap(method_N, lambda values: extreme(values, axis=-1), seed=seed)
+        # Resampling says nothing true about the extreme of counts.
         value = float(extreme(method_N))
         return Spread(value, value, value)
     return bootstrap(method_N, seed=seed)
 
 
 def _judge_metric(metric: Metric, samples: ClaimSamples, seed: int) -> MetricVerdict:
-    spread = measure(metric, samples.metrics[metric.name], seed)
+    paired = samples.metrics[metric.name]
+    spread = measure(metric, paired, seed)
     bound = samples.bounds.get(metric.name)
+    holds = metric.holds(spread.low) and metric.holds(spread.high)
+    unsure = not holds or (
+        metric.timing
+        and not (len(paired.method) >= MIN_PAIRS and _half_width(metric, spread) <= MAX_HALF_WIDTH)
+    )
     return MetricVerdict(
         name=metric.name,
         value=spread.value,
         low=spread.low,
         high=spread.high,
-        holds=metric.holds(spread.value),
-        noisy=metric.timing and not _half_width(metric, spread) <= MAX_HALF_WIDTH,
+        holds=holds,
+        noisy=unsure and metric.may_hold(spread.low, spread.high),
         share_of_bound=spread.value / bound if bound else None,
     )
+
+
+def _noise(metric: Metric, result: MetricVerdict, samples: ClaimSamples) -> str:
+    """Why a metric is noisy."""
+    pairs = len(samples.metrics[metric.name].method)
+    if metric.timing and pairs < MIN_PAIRS:
+        return f"{metric.name} has {pairs} of {MIN_PAIRS} samples"
+    if not result.holds:
+        return (
+            f"the interval of {metric.name}, {result.low:.4g} .. {result.high:.4g}, "
+            f"reaches beyond {metric.condition}"
+        )
+    return f"the interval of {metric.name} is wider than +-{MAX_HALF_WIDTH:.0%}"
 
 
 def _half_width(metric: Metric, spread: Spread) -> float:
@@ -164,17 +183,24 @@ def _half_width(metric: Metric, spread: Spread) -> float:
     return spread.half_width
 
 
-def _evidence(judged: Sequence[Metric]) -> Evidence:
+def _weakest(headlines: Sequence[Metric]) -> Evidence:
     grades: tuple[Evidence, ...] = get_args(Evidence)
-    real = [metric.evidence for metric in judged if metric.evidence in REAL]
-    return max(real or [metric.evidence for metric in judged], key=grades.index)
+    return max((metric.evidence for metric in headlines), key=grades.index)
 
 
 def _void(
-    judged: Sequence[Metric], samples: ClaimSamples, aa: ClaimSamples | None, quick: bool, seed: int
+    judged: Sequence[Metric],
+    headlines: Sequence[Metric],
+    samples: ClaimSamples,
+    aa: ClaimSamples | None,
+    quick: bool,
+    seed: int,
 ) -> str:
     """Why the claim shows nothing, or the empty text."""
     for metric in judged:
+        bound = samples.bounds.get(metric.name)
+        if bound and metric.exceeds(measure(metric, samples.metrics[metric.name], seed), bound):
+            return f"{metric.name} is beyond its physical limit of {bound:.4g}: the limit is wrong"
         if not metric.peer or quick:
             continue
         paired = samples.peers.get(metric.name)
@@ -194,11 +220,18 @@ def _void(
             )
     if aa is None:
         return "it was not run with the part replaced by its baseline"
-    replaced = [metric for metric in judged if metric.name in aa.metrics]
-    if not replaced:
-        return "the run with the part replaced by its baseline has no samples"
-    if all(_judge_metric(metric, aa, seed).holds for metric in replaced):
-        return "with the part replaced by its baseline every threshold holds too"
+    for metric in headlines:
+        if metric.name not in aa.metrics:
+            return f"the run with {metric.baseline} in its place has no samples of {metric.name}"
+        value = measure(metric, aa.metrics[metric.name], seed).value
+        if metric.holds(value):
+            return (
+                f"with {metric.baseline} in its place {metric.name} is {value:.4g}, "
+                f"and {metric.condition} holds too"
+            )
+    checked = [metric for metric in judged if metric.name in aa.metrics]
+    if not headlines and all(_judge_metric(metric, aa, seed).holds for metric in checked):
+        return "with the baseline in its place every check holds too"
     return ""
 
 

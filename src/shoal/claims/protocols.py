@@ -12,7 +12,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    Self,
+    TypeVar,
+    runtime_checkable,
+)
 
 from pydantic import JsonValue, model_validator
 
@@ -21,31 +30,21 @@ from shoal.core.config import Value
 from shoal.core.errors import ConfigError
 from shoal.ir import Machine
 
-__all__ = [
-    "Attempt",
-    "ClaimSamples",
-    "Comparison",
-    "Evidence",
-    "Experiment",
-    "ExperimentContext",
-    "Metric",
-    "MetricVerdict",
-    "PairedSamples",
-    "Statistic",
-    "Status",
-    "Verdict",
-]
+if TYPE_CHECKING:
+    from shoal.core.measure import Spread
 
 _T = TypeVar("_T")
 
 # From strongest to weakest: the quantity itself, really run; really run but smaller
-# (ratios and counts); simulated; computed from a formula.
+# (ratios and counts); simulated; computed from a formula. A verdict has the weakest of its
+# headlines.
 Evidence = Literal["same_regime", "mechanism", "simulated", "arithmetic"]
 
-# planned: no result yet. works: really run, every threshold holds. modelled: simulated
-# or arithmetic only, and every threshold holds. falls_short: at least one threshold does
-# not hold. noisy: a timing interval is wider than +-5 %, so it must be judged again.
-# skipped: could not be judged here, or is void, with the reason.
+# planned: no result yet. works: every headline was really run, and every threshold holds at the
+# conservative end of its interval. modelled: so with a headline that is simulated or computed.
+# falls_short: at least one threshold is missed by the whole interval. noisy: an interval straddles
+# its threshold, or a timing's is wider than +-5 % or has too few pairs, so it must be run again.
+# skipped: a headline could not be judged here, or the claim is void, with the reason.
 Status = Literal["planned", "works", "modelled", "falls_short", "noisy", "skipped"]
 
 Comparison = Literal[">=", "<=", "within"]
@@ -65,6 +64,7 @@ Statistic = Literal[
 PAIRED_STATISTICS = ("ratio", "speedup", "difference", "relative_error")
 
 
+_ROUNDING = 1e-6
 _NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)"
 _WANTED = re.compile(rf"(?:([<>]=) {_NUMBER}|{_NUMBER} \.\. {_NUMBER})(?: (\S.*))?")
 
@@ -86,6 +86,8 @@ class Metric(Value):
         upper: upper end of ``within``; None for the other comparisons.
         baseline: name of what the part is compared with and replaced by in the A/A run.
         evidence: what kind of evidence the samples are.
+        check: an equality, a bound on harm or the same quantity at another scale; the others are
+            headlines, the paper's claim, which must fail in the A/A run and give the evidence.
         timing: the samples are times, so that noise matters: it is judged only on a
             quiet machine and an interval wider than +-5 % is ``noisy``.
         quick: the quick run (<= 10 s, counts only) gives this metric too; never for timing.
@@ -102,6 +104,7 @@ class Metric(Value):
     upper: float | None = None
     baseline: str
     evidence: Evidence
+    check: bool = False
     timing: bool = False
     quick: bool = True
     peer: str = ""
@@ -154,6 +157,18 @@ class Metric(Value):
             return value <= self.threshold
         assert self.upper is not None
         return self.threshold <= value <= self.upper
+
+    def may_hold(self, low: float, high: float) -> bool:
+        """Whether some value of an interval meets the threshold."""
+        if self.upper is not None:
+            return low <= self.upper and high >= self.threshold
+        return self.holds(low) or self.holds(high)
+
+    def exceeds(self, spread: Spread, bound: float) -> bool:
+        """Whether a whole interval lies beyond what is physically possible."""
+        if self.comparison == ">=":
+            return spread.low > bound * (1 + _ROUNDING)
+        return self.comparison == "<=" and spread.high < bound * (1 - _ROUNDING)
 
     @property
     def condition(self) -> str:
@@ -231,8 +246,8 @@ class MetricVerdict(Value):
         value: the number, by the metric's statistic.
         low: lower end of the 90 % bootstrap interval.
         high: upper end of it.
-        holds: the number meets the threshold.
-        noisy: a timing whose interval is wider than +-5 %.
+        holds: the whole interval meets the threshold.
+        noisy: the interval straddles it, or a timing's is too wide or of too few pairs.
         share_of_bound: value over the physical limit, if there is one.
     """
 
@@ -244,14 +259,18 @@ class MetricVerdict(Value):
     noisy: bool = False
     share_of_bound: float | None = None
 
+    @property
+    def outcome(self) -> Status:
+        """``works``, ``falls_short`` or ``noisy``."""
+        return "noisy" if self.noisy else "works" if self.holds else "falls_short"
+
 
 class Verdict(Value):
     """The frame's judgement of a claim; a pure function of samples and thresholds.
 
     Args:
         status: see :data:`Status`.
-        evidence: the weakest grade among the metrics that were really run, or among
-            all when none was.
+        evidence: the weakest grade among the headlines that were judged.
         metrics: verdict of each metric that was judged.
         skipped: metric -> reason.
         reason: why it is not ``works``, in a sentence.
@@ -279,7 +298,7 @@ class ExperimentContext:
         machine: the probed machine, or None when it was not probed.
         data: the user's own data, or None for the default corpus.
         model: the user's own model directory or name, or None for the experiment's own.
-        seed: seed of everything random.
+        seed: random seed.
         progress: called with (what is being done, share of the run that is done, 0..1).
         kept: a file for what another run need not do again; None, if nothing is to be kept.
     """

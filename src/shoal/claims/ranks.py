@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from shoal.machine.emulate import EmulatedNetwork
     from shoal.parallel.protocols import Comm
 
-__all__ = ["in_turn", "on_ranks", "slowest"]
-
 
 def on_ranks(
     target: str,

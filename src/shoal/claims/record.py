@@ -17,18 +17,6 @@ from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError, StoreError, UnknownPartError
 from shoal.core.files import write_json
 
-__all__ = [
-    "ClaimRecord",
-    "RecordFault",
-    "digest_of",
-    "inspect",
-    "read",
-    "recheck",
-    "sealed",
-    "verdict_of",
-    "write",
-]
-
 MAX_BYTES = 256 * 2**20
 
 
@@ -44,6 +32,7 @@ class ClaimRecord(Value):
         command: how to run it again.
         commit: the code's commit; empty outside a checkout.
         dirty: the checkout had changes.
+        code: digest of the code that the claim depends on (``dependencies.py``).
         started: time of the start, UTC.
         seconds: s the run took, A/A run included.
         seed: seed of the run and of the bootstrap.
@@ -67,6 +56,7 @@ class ClaimRecord(Value):
     command: str
     commit: str = ""
     dirty: bool = False
+    code: str = ""
     started: str
     seconds: float
     seed: int
@@ -87,19 +77,24 @@ class RecordFault(Value):
 
     Args:
         kind: ``edited``: its verdict does not follow from its samples, or its digest is
-            not its own; ``outdated``: its thresholds are no longer the claim's;
-            ``unreadable``: it is no results file of this version.
+            not its own; ``dirty``: it was made by code that no commit has; ``outdated``: its
+            thresholds are no longer the claim's; ``unreadable``: it is no results file of this
+            version.
         text: what is wrong and what to do.
     """
 
-    kind: Literal["edited", "outdated", "unreadable"]
+    kind: Literal["edited", "dirty", "outdated", "unreadable"]
     text: str
 
 
 def digest_of(record: ClaimRecord) -> str:
     """sha256 of the record without its digest."""
-    raw = record.model_dump(mode="json", exclude={"digest"})
-    text = json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return _digest(record.model_dump(mode="json"))
+
+
+def _digest(raw: dict[str, Any]) -> str:
+    rest = {name: value for name, value in raw.items() if name != "digest"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -172,6 +167,34 @@ def recheck(path: Path, metrics: Sequence[Metric] | None = None) -> ClaimRecord:
     return result
 
 
+def judge_again(path: Path) -> ClaimRecord:
+    """Judge the samples of a record by the thresholds and by the judge of today, and write it.
+
+    Args:
+        path: a results file.
+
+    Returns:
+        Record: with its new verdict.
+
+    Raises:
+        StoreError: the file was edited, or its samples are not those that are claimed now.
+        UnknownPartError: there is no such experiment.
+    """
+    record = read(path)
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    if raw.get("digest") != _digest(raw):
+        raise StoreError(f"{path}: was edited after it was written; run the claim again")
+    claim = CLAIMS.load(record.claim, where=f"{path}: claim")
+    now = {"metrics": tuple(claim.metrics), "attempts": tuple(claim.attempts)}
+    record = record.model_copy(update=now)
+    try:
+        record = sealed(record.model_copy(update={"verdict": verdict_of(record)}))
+    except ConfigError as cause:
+        raise StoreError(f"{path}: {cause}; run the claim again") from cause
+    write(record, path)
+    return record
+
+
 def inspect(path: Path, metrics: Sequence[Metric] | None = None) -> ClaimRecord | RecordFault:
     """Read a record and compute its verdict again, or say why it cannot be believed.
 
@@ -206,13 +229,19 @@ def _inspected(
         return RecordFault(
             kind="edited", text="was edited after it was written; run the claim again"
         )
+    if record.dirty:
+        return RecordFault(
+            kind="dirty",
+            text=f"was made by code with changes beside commit {record.commit[:12]}; commit them "
+            "and run the claim again",
+        )
     if metrics is None:
         metrics = CLAIMS.load(record.claim, where=f"{path}: claim").metrics
     if record.metrics != tuple(metrics):
         return RecordFault(
             kind="outdated",
             text=f"its thresholds are not those of the claim {record.claim!r} any more; "
-            "run the claim again",
+            "judge it again (shoal claims judge), or run it again",
         )
     return record.model_copy(update={"verdict": verdict})
 

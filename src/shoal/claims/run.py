@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import shoal
 from shoal.claims import CLAIMS
+from shoal.claims.dependencies import code_digest
 from shoal.claims.judge import judge, wanted
 from shoal.claims.protocols import ClaimSamples, Experiment, ExperimentContext, Verdict
 from shoal.claims.record import ClaimRecord, recheck, sealed, write
@@ -20,9 +20,8 @@ from shoal.core.files import shoal_home
 from shoal.core.measure import check_quiet
 from shoal.core.parts import Choice
 from shoal.core.scratch import scratch_directory
+from shoal.core.version import PACKAGE
 from shoal.ir import Machine
-
-__all__ = ["RESULTS", "Result", "commit_of_code", "run"]
 
 RESULTS = Path("results")
 
@@ -40,7 +39,7 @@ class Result:
     Args:
         record: the whole record, verdict included.
         path: where it was written; None for a quick run.
-        disagrees: quick metrics whose verdict differs from the full run's on file.
+        disagrees: quick metrics that hold where the full run on file misses, or the reverse.
     """
 
     record: ClaimRecord
@@ -75,7 +74,7 @@ def run(
         quick: at most 10 s, counts only.
         data: the user's own data.
         model: the user's own model.
-        seed: seed of everything random.
+        seed: random seed.
         options: options of the experiment.
         results: directory of the results files.
         progress: called with (what is being done, share done).
@@ -116,6 +115,7 @@ def run(
             command=_command(name, quick, data, model, seed, choice.options),
             commit=commit,
             dirty=dirty,
+            code=code_digest(CLAIMS[name]),
             started=started,
             seconds=round(time.monotonic() - begin, 3),
             seed=seed,
@@ -184,6 +184,9 @@ def _machine() -> Machine | None:
     return Machine.load(path) if path.exists() else None
 
 
+_CONTRADICTION = {"works", "falls_short"}
+
+
 def _disagreements(quick: ClaimRecord, path: Path) -> tuple[str, ...]:
     if not path.exists():
         return ()
@@ -191,7 +194,7 @@ def _disagreements(quick: ClaimRecord, path: Path) -> tuple[str, ...]:
     return tuple(
         metric.name
         for metric in quick.verdict.metrics
-        if metric.name in full and metric.holds != full[metric.name].holds
+        if metric.name in full and {metric.outcome, full[metric.name].outcome} == _CONTRADICTION
     )
 
 
@@ -215,18 +218,19 @@ def _command(
 
 def commit_of_code() -> tuple[str, bool]:
     """Commit of the code's checkout and whether it had changes; empty without one."""
-    where = Path(shoal.__file__).parent
+    where = PACKAGE
     try:
-        result = subprocess.run(
-            ["git", "-C", str(where), "rev-parse", "HEAD"], capture_output=True, text=True
-        )
-        if result.returncode:
+        # An installed package may lie inside the repository of something else.
+        own = _git(where, "ls-files", "--error-unmatch", "__init__.py")
+        commit = _git(where, "rev-parse", "HEAD")
+        if own.returncode or commit.returncode:
             return "", False
-        changed = subprocess.run(
-            ["git", "-C", str(where), "status", "--porcelain", "--", "."],
-            capture_output=True,
-            text=True,
-        )
-    except FileNotFoundError:  # no git on this machine
+        changed = _git(where, "status", "--porcelain", "--", ".")
+    except (FileNotFoundError, subprocess.TimeoutExpired):  # no git that answers
         return "", False
-    return result.stdout.strip(), bool(changed.stdout.strip())
+    return commit.stdout.strip(), bool(changed.stdout.strip())
+
+
+def _git(where: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = ["git", "-C", str(where), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -14,9 +14,7 @@ from html import escape
 from shoal.core.errors import require
 from shoal.core.svg import COLOURS
 
-__all__ = ["StackedBars"]
-
-_LEFT, _RIGHT, _BAR, _GAP, _LETTER = 290, 90, 20, 10, 7.2
+_RIGHT, _BAR, _GAP, _LETTER = 90, 20, 10, 7.2
 # More than a chart's lines need; the last two differ in lightness.
 _COLOURS = (*COLOURS, "#6B6B6B", "#F0E442")
 
@@ -59,19 +57,21 @@ class StackedBars:
         names = list(dict.fromkeys(part for parts in self.rows.values() for part in parts))
         colours = {part: _COLOURS[i % len(_COLOURS)] for i, part in enumerate(names)}
         longest = max((sum(parts.values()) for parts in self.rows.values()), default=0.0)
-        scale = (self.width - _LEFT - _RIGHT) / (max(longest, self.limit or 0.0) or 1.0)
+        left = _LETTER * max(map(len, self.rows)) + 12
+        scale = (self.width - left - _RIGHT) / (max(longest, self.limit or 0.0) or 1.0)
+        line = None if self.limit is None else left + self.limit * scale
         legend, y = self._legend(names, colours)
         top, body = y, []
         for name, parts in self.rows.items():
-            body += self._bar(name, parts, colours, scale, y)
+            body += self._bar(name, parts, colours, scale, (left, y), line)
             y += _BAR + _GAP
-        if self.limit is not None:
-            x = _LEFT + self.limit * scale
+        if self.limit is not None and line is not None:
             text = f"{self.limit_name}: {self.show(self.limit)}"
-            anchor = "end" if x > self.width / 2 else "start"
+            anchor = "end" if line > self.width / 2 else "start"
             body.append(
-                f'<line x1="{x:.1f}" y1="{top - 6}" x2="{x:.1f}" y2="{y}" stroke="currentColor" '
-                f'stroke-dasharray="4 3"/><text x="{x:.1f}" y="{y + 14}" '
+                f'<line x1="{line:.1f}" y1="{top - 6}" x2="{line:.1f}" y2="{y}" '
+                f'stroke="currentColor" stroke-dasharray="4 3"/>'
+                f'<text x="{line:.1f}" y="{y + 14}" '
                 f'text-anchor="{anchor}">{escape(text)}</text>'
             )
             y += 20
@@ -113,11 +113,12 @@ class StackedBars:
         parts: Mapping[str, float],
         colours: Mapping[str, str],
         scale: float,
-        y: int,
+        corner: tuple[float, int],
+        line: float | None,
     ) -> list[str]:
+        x, y = corner
         middle = y + _BAR - 6
-        out = [f'<text x="{_LEFT - 8}" y="{middle}" text-anchor="end">{escape(name)}</text>']
-        x = float(_LEFT)
+        out = [f'<text x="{x - 8:.1f}" y="{middle}" text-anchor="end">{escape(name)}</text>']
         for part, value in parts.items():
             wide = value * scale
             if wide > 0:
@@ -127,5 +128,7 @@ class StackedBars:
                     f'fill="{colours[part]}"><title>{result}</title></rect>'
                 )
             x += wide
-        whole = escape(self.show(sum(parts.values())))
-        return [*out, f'<text x="{x + 6:.1f}" y="{middle}">{whole}</text>']
+        whole = self.show(sum(parts.values()))
+        if line is not None and x < line < x + 12 + _LETTER * len(whole):
+            x = line  # not across the limit
+        return [*out, f'<text x="{x + 6:.1f}" y="{middle}">{escape(whole)}</text>']

@@ -17,8 +17,6 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from shoal.core.errors import ConfigError
 
-__all__ = ["allowed", "bounds_of", "check_bounds", "in_words"]
-
 _HOLDS: dict[str, Callable[[Any, Any], bool]] = {
     "multiple_of": lambda value, unit: value % unit == 0,
     "ge": operator.ge,

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Box", "flat_boxes", "uncovered"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

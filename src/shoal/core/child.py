@@ -16,8 +16,6 @@ import sys
 import threading
 import time
 
-__all__ = ["die_with_parent", "main"]
-
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 
@@ -27,9 +25,6 @@ def die_with_parent(parent: int) -> None:
 
     On Linux the kernel does it, even in the middle of a computation. Elsewhere a thread looks for
     it twice a second.
-
-    Args:
-        parent: number of the process that started this one.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

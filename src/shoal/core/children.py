@@ -27,17 +27,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = [
-    "ROOT",
-    "SAFE_PATH",
-    "command",
-    "environment",
-    "from_lasting_thread",
-    "kill",
-    "start",
-    "start_command",
-]
-
 SAFE_PATH = "PYTHONSAFEPATH"
 """Variable under which a Python does not search the working directory for modules."""
 

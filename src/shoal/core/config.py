@@ -9,7 +9,7 @@ The result remembers for every leaf which layer set it, and prints so.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -27,11 +27,16 @@ from shoal.core.errors import ConfigError, MachineError, ShoalError
 from shoal.core.files import parse_yaml, read_yaml, to_yaml, write_atomic
 from shoal.core.parts import Choice, explain, keys_at, options_of, table
 
-__all__ = ["Kind", "ResolvedValue", "Value", "parse", "resolve"]
-
 # Environment variables of the product that are not keys of a configuration.
 RESERVED = frozenset(
-    {"SHOAL_API_KEY", "SHOAL_HOME", "SHOAL_DATA", "SHOAL_DEBUG", "SHOAL_RENDEZVOUS"}
+    {
+        "SHOAL_API_KEY",
+        "SHOAL_HOME",
+        "SHOAL_DATA",
+        "SHOAL_DEBUG",
+        "SHOAL_OFFLINE",
+        "SHOAL_RENDEZVOUS",
+    }
 )
 
 _V = TypeVar("_V", bound="Value")
@@ -133,20 +138,58 @@ class ResolvedValue(Generic[_V]):
             )
             yield path, "none" if leaf is None else str(leaf), reason
 
+    def completed(self, usual: Mapping[str, Any], reason: str) -> ResolvedValue[_V]:
+        """See :func:`completed`; what was open was set for ``reason``."""
+        new = open_paths(self.value, usual)
+        value = completed(self.value, usual)
+        return ResolvedValue(value, {**self.origins, **dict.fromkeys(new, reason)})
+
     def replace(self, changes: Mapping[str, Any], reason: str) -> ResolvedValue[_V]:
         """A copy in which some leaves, by dotted path, were set for ``reason``."""
-        raw = self.value.model_dump(mode="json")
+        raw = self.value.model_dump(mode="json", exclude_unset=True)
         for path, leaf in changes.items():
             _put(type(self.value), raw, path, leaf, reason)
         value = parse(type(self.value), raw, where=reason)
         return ResolvedValue(value, {**self.origins, **dict.fromkeys(changes, reason)})
 
 
+def open_paths(value: Value, paths: Iterable[str]) -> list[str]:
+    """Those of some dotted paths that nobody has set: a default holds there."""
+    return [path for path in paths if not _is_set(value, path)]
+
+
+def _is_set(value: Any, path: str) -> bool:
+    first, _, rest = path.partition(".")
+    if isinstance(value, Choice):
+        return first in value.options
+    if not isinstance(value, BaseModel) or first not in value.model_fields_set:
+        return not isinstance(value, BaseModel)
+    return not rest or _is_set(getattr(value, first), rest)
+
+
+def completed(value: _V, usual: Mapping[str, Any]) -> _V:
+    """The value with other defaults where nobody has set anything.
+
+    Args:
+        value: whose fields remember whether they were set.
+        usual: dotted path -> the default that holds here.
+
+    Raises:
+        ConfigError: a default does not fit what was set.
+    """
+    new = open_paths(value, usual)
+    if not new:
+        return value
+    raw = value.model_dump(mode="json", exclude_unset=True)
+    for path in new:
+        _put(type(value), raw, path, usual[path], "default")
+    return parse(type(value), raw, where="default")
+
+
 def resolve(
     cls: type[_V],
     *,
     base: _V | None = None,
-    usual: Mapping[str, Any] | None = None,
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
@@ -157,7 +200,6 @@ def resolve(
     Args:
         cls: the configuration's type.
         base: a value to start from, such as that of a run to go on with; the defaults if none.
-        usual: dotted path -> value that is taken in the place of a default on such a machine.
         file: a YAML file, or none.
         environment: the variables to read; ``os.environ`` if not given.
         flags: dotted path -> value; entries that are None were not given.
@@ -189,8 +231,6 @@ def resolve(
         else:
             complaints.clear()
 
-    for path, value in (usual or {}).items():
-        put(path, value, "usual on such a machine")
     if file is not None:
         given = read_yaml(file)
         check(given, str(file))

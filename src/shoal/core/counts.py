@@ -8,11 +8,9 @@ from pydantic import BeforeValidator, Field
 
 from shoal.core.errors import ConfigError
 
-__all__ = ["Count", "count", "duration"]
 
-
-def count(text: str, option: str = "--tokens") -> int:
-    """The number that an option such as ``--tokens`` says.
+def count(text: str, option: str = "tokens") -> int:
+    """The number that an option such as ``tokens`` says.
 
     Args:
         text: digits, and K, M, B or T behind them for thousands to millions of millions.
@@ -39,21 +37,21 @@ def duration(text: str, option: str) -> float:
     """The seconds that an option such as ``--budget 5m`` says.
 
     Args:
-        text: a number, and s, m or h behind it for seconds, minutes or hours; seconds without.
+        text: a number, and ms, s, m or h behind it for milliseconds to hours; seconds without.
         option: which one, for the message.
 
     Raises:
         ConfigError: it is no such time, or not above 0.
     """
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
     number = text.strip().lower()
-    unit = units.get(number[-1:], 0.0)
+    unit = next((unit for unit in units if number.endswith(unit)), "")
     try:
-        result = float(number[:-1]) * unit if unit else float(number)
+        result = float(number.removesuffix(unit)) * units.get(unit, 1.0)
     except ValueError:
         result = 0.0
     if not 0 < result < 1e9:
-        raise ConfigError(f"{option} = {text!r}: expected a time such as 90s, 5m or 1h")
+        raise ConfigError(f"{option} = {text!r}: expected a time such as 500ms, 90s or 5m")
     return result
 
 

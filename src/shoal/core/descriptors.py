@@ -5,8 +5,6 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-__all__ = ["free_descriptors", "raise_descriptor_limit"]
-
 # A soft limit above this is of no use, and some programs walk over all descriptors.
 _MOST = 65_536
 

@@ -4,21 +4,21 @@
 
     ShoalError
     ├── ConfigError            a value in a job, plan, machine or flag
-    │   ├── UnknownKeyError    a key that no such thing has
-    │   ├── UnknownPartError   a part name that no table lists
+    │   ├── UnknownKeyError    an unknown key
+    │   ├── UnknownPartError   an unknown name of a part
     │   └── NonFiniteError     a loss, gradient, weight or moment that is NaN or infinite
     ├── DataError              a corpus or data file
     ├── ModelError             a model directory or configuration
     ├── CheckpointError        a checkpoint that cannot be used
-    │   └── CorruptError       bytes that are not the bytes that were written
-    ├── MachineError           a machine that cannot be, or cannot be measured
+    │   └── CorruptError       data that has changed since it was written
+    ├── MachineError           an invalid machine, or one that cannot be measured
     │   └── NoisyMachineError  a measurement that is not reliable
-    ├── TierFullError          a place for tensors that has no room left
+    ├── TierFullError          a memory tier that is full
     │   └── DeviceMemoryError  an operator that does not fit in its device's memory
-    ├── KernelError            a kernel or a number format that cannot do what is asked
-    ├── PlanError              no legal plan, or a plan that cannot run here
+    ├── KernelError            a kernel or number format that does not support the operation
+    ├── PlanError              no valid plan, or a plan that cannot run here
     ├── RankError              a rank that died or hangs
-    ├── ServeError             a request or a server that cannot be
+    ├── ServeError             an invalid request, or a server that cannot start
     ├── BuildError             native code that does not compile
     ├── StoreError             a score or results file that cannot be used
     └── MissingExtraError      an optional package that is not installed
@@ -53,9 +53,11 @@ __all__ = [
     "TierFullError",
     "UnknownKeyError",
     "UnknownPartError",
+    "install",
     "nearest",
     "rebuild",
     "require",
+    "suggestion",
 ]
 
 
@@ -72,7 +74,7 @@ class UnknownKeyError(ConfigError):
 
 
 class UnknownPartError(ConfigError):
-    """A part name that no table lists."""
+    """An unknown name of a part."""
 
 
 class NonFiniteError(ConfigError):
@@ -92,31 +94,31 @@ class CheckpointError(ShoalError):
 
 
 class CorruptError(CheckpointError):
-    """Stored bytes that differ from the bytes that were written."""
+    """Stored data has changed since it was written."""
 
 
 class MachineError(ShoalError):
-    """A machine description that cannot be true, or a probe that failed."""
+    """An invalid machine description, or a failed probe."""
 
 
 class NoisyMachineError(MachineError):
-    """The machine is too busy for a measurement to mean anything."""
+    """The machine is too busy for a reliable measurement."""
 
 
 class TierFullError(ShoalError):
-    """A place for tensors that has no room left."""
+    """A memory tier is full."""
 
 
 class DeviceMemoryError(TierFullError):
-    """An operator that does not fit in its device's memory, or uses what does not lie there."""
+    """An operator does not fit in its device's memory, or uses a tensor that is not there."""
 
 
 class PlanError(ShoalError):
-    """No legal plan exists, or this plan cannot run here."""
+    """No valid plan exists, or this plan cannot run here."""
 
 
 class KernelError(ShoalError):
-    """A kernel or a number format that cannot do what is asked."""
+    """A kernel or number format does not support the operation."""
 
 
 class RankError(ShoalError):
@@ -146,9 +148,13 @@ class MissingExtraError(ShoalError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs the package {package!r}; install it with "
-            f"pip install 'shoal-ml[{extra}]'"
+            f"{purpose} needs the package {package!r}; install it with {install(extra)}"
         )
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra of ``shoal-ml``, quoted for a shell."""
+    return f"pip install 'shoal-ml[{extra}]'"
 
 
 def nearest(word: str, choices: Iterable[str], *, most: int = 1) -> str:
@@ -165,6 +171,12 @@ def nearest(word: str, choices: Iterable[str], *, most: int = 1) -> str:
     *others, last = (repr(match) for match in matches or ("",))
     named = f"{', '.join(others)} or {last}" if others else last
     return f"did you mean {named}?" if matches else ""
+
+
+def suggestion(word: str, choices: Iterable[str]) -> str:
+    """The hint of :func:`nearest` as the end of a sentence; empty when nothing is close."""
+    hint = nearest(word, choices)
+    return f"; {hint}" if hint else ""
 
 
 def rebuild(cls: type[ShoalError], message: str) -> ShoalError:

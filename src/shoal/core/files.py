@@ -7,6 +7,7 @@ the disk and renamed, so that an interruption leaves the old file or the new one
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -22,30 +23,29 @@ import yaml
 
 from shoal.core.errors import ConfigError, ShoalError
 
-__all__ = [
-    "fsync_dir",
-    "locked",
-    "parse_yaml",
-    "read_yaml",
-    "reserve",
-    "shoal_home",
-    "to_json",
-    "to_yaml",
-    "use_reserved",
-    "write_atomic",
-    "write_dir_atomic",
-    "write_json",
-    "write_yaml",
-]
-
 
 def shoal_home() -> Path:
     """The directory of caches, machines and the score: ``$SHOAL_HOME`` or the XDG data home."""
     home = os.environ.get("SHOAL_HOME")
     if home:
-        return Path(home).expanduser()
+        return expanded(home)
     base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(base).expanduser() / "shoal"
+    return expanded(base) / "shoal"
+
+
+def expanded(path: str | Path) -> Path:
+    """A path that a user gave, with ``~`` written out.
+
+    Raises:
+        ConfigError: there is no such home, or no file system can have such a path.
+    """
+    text = str(path)
+    if "\0" in text or any(len(part.encode()) > 255 for part in text.split("/")):
+        raise ConfigError(f"{text[:80]!r}: longer than a name or a path can be; give another")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as cause:
+        raise ConfigError(f"{text}: unknown home directory; write the path in full") from cause
 
 
 def fsync_dir(path: Path) -> None:
@@ -128,9 +128,14 @@ def write_atomic(path: Path, data: bytes | str, *, error: type[ShoalError] = Sho
             file.write(raw)
             file.flush()
             os.fsync(fd)
-        os.replace(temporary, path)
-        temporary = None
-        fsync_dir(path.parent)
+        # Who waits for this file may move its directory as soon as the file is there.
+        directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.replace(temporary, path)
+            temporary = None
+            os.fsync(directory)
+        finally:
+            os.close(directory)
     except OSError as cause:
         raise error(
             f"{path}: cannot be written ({cause.strerror or cause}); "
@@ -208,6 +213,8 @@ def write_dir_atomic(path: Path, *, error: type[ShoalError] = ShoalError) -> Ite
 
 def _beside(path: Path) -> Path:
     """A hidden name in the same directory that cannot be guessed."""
+    if not path.name:  # "", "." and "/"
+        raise IsADirectoryError(errno.EISDIR, "a directory, not a file's name")
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
@@ -272,7 +279,7 @@ def read_yaml(path: Path) -> Any:
     """
     try:
         if path.stat().st_size > 16 * 2**20:
-            raise ConfigError(f"{path}: larger than 16 MiB; that is no configuration")
+            raise ConfigError(f"{path}: larger than 16 MiB, too large for a configuration")
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as cause:
         raise ConfigError(f"{path}: not text in UTF-8; give a YAML file") from cause

@@ -11,8 +11,6 @@ from typing import ClassVar, Generic, TypeVar
 
 from shoal.core.errors import require
 
-__all__ = ["Hook", "Hooks"]
-
 
 class Hook:
     """Base class of all hooks.

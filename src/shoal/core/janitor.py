@@ -20,8 +20,6 @@ from typing import NoReturn
 
 from shoal.core.children import ROOT, SAFE_PATH, environment
 
-__all__ = ["clean_up_with", "dismiss", "leave", "wait_for_end"]
-
 # The shell that waits is an orphan: Ray kills the children of its workers with them.
 _SCRIPT = 'exec 3<&0; { read -r word || exec "$@"; } <&3 3<&- &'
 _LOCK = threading.Lock()
@@ -75,11 +73,7 @@ def dismiss() -> None:
 
 
 def wait_for_end(process: int) -> None:
-    """Wait until a process that has closed its files is gone.
-
-    Args:
-        process: its number.
-    """
+    """Wait until a process that has closed its files is gone."""
     deadline = time.monotonic() + _LIMIT_S
     stat = Path(f"/proc/{process}/stat")
     while time.monotonic() < deadline:
@@ -92,11 +86,7 @@ def wait_for_end(process: int) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, threads and all, with its output written.
-
-    Args:
-        status: of the process.
-    """
+    """End this process at once, threads and all, with its output written."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
             stream.flush()

@@ -8,8 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["FoldRepeats", "log_to_stderr"]
-
 # Different lines whose repetition is counted at a time; the one quiet for longest goes first.
 _LINES = 256
 

@@ -21,23 +21,14 @@ import numpy as np
 from shoal.core.errors import NoisyMachineError, require
 from shoal.core.random import generator
 
-__all__ = [
-    "BackgroundLoad",
-    "PairedTimes",
-    "Spread",
-    "bootstrap",
-    "check_quiet",
-    "interleave",
-    "noise_reasons",
-    "num_cores",
-]
-
 Statistic = Callable[[np.ndarray], np.ndarray]
 
 # A quiet machine stays well below these; on few cores one more busy process does not.
 MAX_OTHERS = 0.25  # of all cores
 MAX_STEAL = 0.02
 MAX_SPIN_SPREAD = 0.10
+# Samples that are drawn and judged at a time.
+_CELLS = 2**16
 # Of a second, in /proc.
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -85,10 +76,13 @@ def bootstrap(
     )
     of = statistic if statistic is not None else _median
     value = float(of(values_N[None, :])[0])
-    picks_RN = generator(seed, purpose="bootstrap").integers(
-        0, values_N.size, (resamples, values_N.size)
-    )
-    low, high = np.percentile(of(values_N[picks_RN]), [5, 95])
+    # Some rows at a time, which the caches of a processor hold; the draws are those of all at once.
+    source, rows = generator(seed, purpose="bootstrap"), max(1, _CELLS // values_N.size)
+    statistics = [
+        of(values_N[source.integers(0, values_N.size, (min(rows, resamples - row), values_N.size))])
+        for row in range(0, resamples, rows)
+    ]
+    low, high = np.percentile(np.concatenate(statistics), [5, 95])
     # With few samples the point can lie just outside the percentiles.
     return Spread(value, min(float(low), value), max(float(high), value))
 
@@ -177,24 +171,38 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def check_quiet(*, wait_s: float = 0.0, poll_s: float = 2.0) -> None:
+def check_quiet(
+    *,
+    wait_s: float = 0.0,
+    poll_s: float = 2.0,
+    waiting: Callable[[str, float], None] | None = None,
+    hint: str = "",
+) -> None:
     """Refuse a machine that is busy with something else.
 
     Args:
         wait_s: how long to wait for it to calm down.
         poll_s: s between two looks.
+        waiting: called after each look at a busy machine with (why, s left), at once the first
+            time.
+        hint: how to measure all the same, for the end of the error.
 
     Raises:
         NoisyMachineError: still busy after ``wait_s``; says with what.
     """
     deadline = time.monotonic() + wait_s
     while reasons := noise_reasons():
-        if time.monotonic() >= deadline:
+        left = deadline - time.monotonic()
+        why = "; ".join(reasons)
+        if left <= 0:
+            more = f", or {hint}" if hint else ""
             raise NoisyMachineError(
-                f"this machine is too busy to measure: {'; '.join(reasons)}; "
-                "end what else is running, or measure later"
+                f"the machine is too busy for measurements: {why}; end other programs, or measure "
+                f"later{more}"
             )
-        time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
+        if waiting is not None:
+            waiting(why, left)
+        time.sleep(min(poll_s, left))
 
 
 def noise_reasons(*, spin: Callable[[], float] | None = None, window_s: float = 0.5) -> list[str]:

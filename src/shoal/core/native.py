@@ -25,8 +25,6 @@ from pathlib import Path
 from shoal.core.errors import BuildError, require
 from shoal.core.files import shoal_home
 
-__all__ = ["FLAGS", "build", "compiler", "cpu_flags", "cpu_model", "library_path"]
-
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
 _TIMEOUT_S = 120.0
 _LOADED: dict[Path, ctypes.CDLL] = {}

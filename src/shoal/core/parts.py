@@ -50,20 +50,7 @@ from pydantic import (
 )
 
 from shoal.core.bounds import check_bounds, in_words
-from shoal.core.errors import ConfigError, UnknownKeyError, UnknownPartError, nearest
-
-__all__ = [
-    "KINDS",
-    "Choice",
-    "PartTable",
-    "explain",
-    "keys_at",
-    "load_object",
-    "meanings",
-    "options_of",
-    "part",
-    "table",
-]
+from shoal.core.errors import ConfigError, UnknownKeyError, UnknownPartError, suggestion
 
 # Where the table of each kind lives. A room adds its line here when it opens a
 # kind; modules are named, not imported, so the ground floor depends on nothing.
@@ -200,7 +187,7 @@ class Choice(BaseModel):
     def __hash__(self) -> int:
         if not self.options:  # of most; planners hash them often
             return hash(self.name)
-        return hash((self.name, json.dumps(self.options, sort_keys=True, default=str)))
+        return hash((self.name, frozenset(map(_hashable, self.options.items()))))
 
     def __str__(self) -> str:
         if not self.options:
@@ -252,10 +239,9 @@ class PartTable(Mapping[str, str]):
         try:
             path = self[name]
         except KeyError:
-            hint = nearest(name, self)
             raise UnknownPartError(
                 f"{where or self.kind} = {name!r}: expected one of {', '.join(self)}"
-                + (f"; {hint}" if hint else "")
+                + suggestion(name, self)
             ) from None
         if path not in self._loaded:
             self._loaded[path] = load_object(path)
@@ -310,6 +296,14 @@ class PartTable(Mapping[str, str]):
         """The name of a part in this table; None for any other class."""
         path = f"{cls.__module__}:{cls.__qualname__}"
         return next((name for name in self if self[name] == path), None)
+
+
+def _hashable(option: tuple[str, Any]) -> tuple[str, Any]:
+    """An option with its value as text, unless that is a number or a text already."""
+    key, value = option
+    if value is None or isinstance(value, float | int | str):
+        return option
+    return key, json.dumps(value, sort_keys=True, default=str)
 
 
 def table(kind: str) -> PartTable:
@@ -398,10 +392,9 @@ def explain(cause: ValidationError, where: str, known: tuple[str, ...] = ()) -> 
     place = ".".join([where, *(str(piece) for piece in first["loc"])]).strip(".")
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         key = str(first["loc"][-1])
-        hint = nearest(key, known)
         return UnknownKeyError(
             f"{place}: no such key"
-            + (f"; {hint}" if hint else "")
+            + suggestion(key, known)
             + (f"; there are {', '.join(known)}" if known else "")
         )
     if first["type"] == "missing":

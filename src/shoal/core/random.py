@@ -14,8 +14,6 @@ import hashlib
 
 import numpy as np
 
-__all__ = ["Permutation", "generator", "seed64"]
-
 
 def _words(purpose: str, seed: int, step: int, layer: int, index: int) -> np.ndarray:
     text = f"{purpose}|{seed}|{step}|{layer}|{index}".encode()
@@ -51,7 +49,6 @@ class Permutation:
     the middle of an epoch.
 
     Args:
-        size: number of elements, at least 1.
         seed: seed of the run.
         epoch: which shuffle.
 

@@ -21,15 +21,6 @@ from typing import Any
 
 from shoal.core.errors import ModelError, ShoalError
 
-__all__ = [
-    "ITEM_BYTES",
-    "Header",
-    "StoredTensor",
-    "encode_header",
-    "read_header",
-    "read_header_from",
-]
-
 # Bytes of one element, by the format's own names.
 ITEM_BYTES: dict[str, int] = {
     "BOOL": 1,
@@ -160,7 +151,7 @@ def read_header_from(
         raise error(
             f"{path}: its header claims {length} bytes, of at most "
             f"{min(size - 8, MAX_HEADER_BYTES)} possible in a file of {size}; "
-            "it is cut, damaged or no safetensors file; copy it again"
+            "it is truncated, damaged or not a safetensors file; copy it again"
         )
     text = read(8, 8 + length)
     try:
@@ -168,19 +159,19 @@ def read_header_from(
     except (ValueError, RecursionError) as cause:
         raise error(
             f"{path}: its header is not JSON ({type(cause).__name__}); "
-            "it is damaged or no safetensors file; copy it again"
+            "it is damaged or not a safetensors file; copy it again"
         ) from cause
     try:
         tensors, metadata = _check(table, 8 + length, size)
     except ValueError as cause:
-        raise error(f"{path}: {cause}; it is damaged or made to mislead; copy it again") from cause
+        raise error(f"{path}: {cause}; it is damaged or manipulated; copy it again") from cause
     return Header(tensors, metadata, 8 + length, lead + text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return result
 
 

@@ -30,16 +30,6 @@ from pathlib import Path
 from shoal.core.errors import MachineError, require
 from shoal.core.janitor import clean_up_with, wait_for_end
 
-__all__ = [
-    "SHARED_MEMORY",
-    "left_behind",
-    "scratch",
-    "scratch_directory",
-    "scratch_name",
-    "shm_name",
-    "sweep",
-]
-
 _SYSTEM = Path("/tmp")  # noqa: S108 - all that is made in it is ours alone
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - all that is made in it is ours alone
 

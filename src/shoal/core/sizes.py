@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from shoal.core.errors import ConfigError
-
-__all__ = ["Size", "bytes_of", "human_bytes"]
+from shoal.core.tables import digits
 
 _WRITTEN = re.compile(r"^\s*(\d+(?:\.\d*)?)\s*([kKMGT]?)(i?)B?\s*$")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -35,9 +35,8 @@ Size = Annotated[int, BeforeValidator(bytes_of)]
 
 
 def human_bytes(number: float) -> str:
-    """``1.5 GiB`` and the like."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
+    """``1.50 GB`` and the like: decimal units, three significant digits."""
+    power = 0
+    while abs(number) >= 999.5 and power < len(_UNITS) - 1:
+        number, power = number / 1000, power + 1
+    return f"{digits(number) if power else round(number)} {_UNITS[power]}"

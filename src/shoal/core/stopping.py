@@ -3,6 +3,9 @@
 All three are a :class:`KeyboardInterrupt` for the code that runs, so whatever cleans up for Ctrl-C
 does so for SIGTERM and SIGHUP. The command then exits with 128 plus the number of the signal:
 130, 143 and 129.
+
+An import is not interrupted: what is raised in there is dropped by modules written in C and by the
+callbacks of the import system. The signal waits for its end, a second one does not.
 """
 
 from __future__ import annotations
@@ -10,8 +13,6 @@ from __future__ import annotations
 import re
 import signal
 from types import FrameType
-
-__all__ = ["Stopped", "catch_signals", "interruption", "status_of"]
 
 
 class Stopped(KeyboardInterrupt):
@@ -29,20 +30,33 @@ class Stopped(KeyboardInterrupt):
 def catch_signals() -> None:
     """Raise :class:`Stopped` at SIGTERM and SIGHUP, and KeyboardInterrupt at SIGINT.
 
-    A signal that is ignored, as ``nohup`` ignores SIGHUP, stays ignored. For the main thread.
+    While a module is being imported that waits; it uses SIGALRM. A signal that is ignored, as
+    ``nohup`` ignores SIGHUP, stays ignored. For the main thread.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _AS_TEXT = re.compile(r"\b(KeyboardInterrupt|Stopped): (?P<name>SIG\w+)?")
+_AGAIN_S = 0.01
 
 
-def _stop(number: int, _frame: FrameType | None) -> None:
-    raise Stopped(number)
+def _stop(number: int, frame: FrameType | None) -> None:
+    waits, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+    if _imports(frame) and not waits:
+        signal.signal(signal.SIGALRM, lambda _, at: _stop(number, at))
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        return
+    raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def interruption(error: BaseException) -> KeyboardInterrupt | None:

@@ -14,8 +14,6 @@ from html import escape
 
 from shoal.core.errors import ConfigError, require
 
-__all__ = ["Band", "Chart", "Series", "stacked"]
-
 _Place = Callable[[float], float]
 
 # Of the legend, in px: a line's height, a mark and the space behind it, a letter, and the space
@@ -37,7 +35,6 @@ class Series:
         line: join the points.
         points: mark the points.
         dashed: draw the line in dashes.
-        broken: break the line at values that are not finite, instead of passing over them.
     """
 
     name: str
@@ -46,7 +43,6 @@ class Series:
     line: bool = True
     points: bool = False
     dashed: bool = False
-    broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,22 +208,17 @@ class Chart:
         return f'<polygon points="{points}" fill="{colour}" fill-opacity="0.18"/>'
 
     def _line(self, series: Series, colour: str, px: _Place, py: _Place) -> list[str]:
-        runs: list[list[tuple[float, float]]] = [[]]
-        for x, y in zip(series.x, series.y, strict=True):
-            if self._shown(x, y):
-                runs[-1].append((px(x), py(y)))
-            elif series.broken and runs[-1]:
-                runs.append([])
-        places = [place for run in runs for place in run]
+        places = [
+            (px(x), py(y)) for x, y in zip(series.x, series.y, strict=True) if self._shown(x, y)
+        ]
         out = []
         dash = ' stroke-dasharray="6 4"' if series.dashed else ""
-        for run in runs:
-            if series.line and len(run) > 1:
-                joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in run)
-                out.append(
-                    f'<polyline points="{joined}" fill="none" stroke="{colour}" '
-                    f'stroke-width="1.8"{dash}/>'
-                )
+        if series.line and len(places) > 1:
+            joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            out.append(
+                f'<polyline points="{joined}" fill="none" stroke="{colour}" '
+                f'stroke-width="1.8"{dash}/>'
+            )
         if series.points or len(places) == 1:
             out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
         return out
@@ -264,9 +255,6 @@ class Chart:
 
 def stacked(charts: Sequence[Chart]) -> str:
     """Charts below each other, in one SVG element.
-
-    Args:
-        charts: from top to bottom.
 
     Raises:
         ConfigError: there is none, or one cannot be drawn.

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from shoal.core.errors import require
 from shoal.core.svg import COLOURS
 
-__all__ = ["Bar", "BarChart", "HeatMap"]
-
 _TOP, _LEFT, _ROW, _GAP = 34, 96, 24, 3
 # Rows beyond these are not drawn, and that is stated.
 _MOST = 256

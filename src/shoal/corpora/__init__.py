@@ -20,11 +20,12 @@ CORPORA = PartTable(
         "text": "shoal.corpora.text:TextCorpus",
         "jsonl": "shoal.corpora.jsonl:JsonlCorpus",
         "parquet": "shoal.corpora.parquet:Parquet",
+        "chat": "shoal.corpora.chat.corpus:ChatCorpus",
         "synthetic": "shoal.corpora.synthetic:Synthetic",
         "mixed": "shoal.corpora.mixed:MixedCorpus",
         "tasks": "shoal.corpora.tasks:Tasks",
     },
-    about="Where the text comes from. Chosen by the key `data` of a job.",
+    about="The source of the training text. Chosen by the key `data` of a job.",
     protocol="shoal.corpora.protocols:Corpus",
 )
 
@@ -34,6 +35,7 @@ PACKINGS = PartTable(
         "stream": "shoal.corpora.packing.stream:StreamPacking",
         "document": "shoal.corpora.packing.document:DocumentMask",
         "padded": "shoal.corpora.packing.padded:PaddedPacking",
+        "best_fit": "shoal.corpora.packing.best_fit:BestFit",
     },
     about="How documents fill sequences. Chosen by the key `packing` of a job.",
     protocol="shoal.corpora.protocols:Packing",

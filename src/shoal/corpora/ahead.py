@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.loader import LoaderState
 
-__all__ = ["BatchLoader", "ReadAhead"]
-
 
 class BatchLoader(Protocol):
     """A loader of one rank, such as :class:`~shoal.corpora.mixture.MixtureLoader`.
@@ -36,15 +34,12 @@ class BatchLoader(Protocol):
 
     def __next__(self) -> np.ndarray:
         """The next batch: int64 [B, T + 1]."""
-        ...
 
     def state(self) -> LoaderState:
         """What is left and begun after the batches that were handed out."""
-        ...
 
     def load_state(self, state: LoaderState) -> None:
         """Go on where a state was taken."""
-        ...
 
 
 class ReadAhead:

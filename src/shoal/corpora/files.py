@@ -7,20 +7,19 @@ import hashlib
 import lzma
 import posixpath
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
 from typing import IO, Annotated, Any, NamedTuple
 
 from annotated_types import Ge
 
+from shoal.core import hub
 from shoal.core.errors import DataError, MissingExtraError, require
 from shoal.core.parts import Choice, part
 from shoal.corpora.protocols import HELDOUT_EVERY, data_time
 from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
-
-__all__ = ["File", "FileCorpus", "Listing", "find_files", "from_path"]
 
 # Up to here a corpus is fingerprinted by its bytes; beyond, by size and version mark.
 HASHED_BYTES = 256 * 2**20
@@ -60,6 +59,10 @@ class Listing:
         self.files = files
         self.single = single
         self._store = store
+
+    def only(self, files: list[File]) -> Listing:
+        """The same with some of its files."""
+        return Listing(self.where, self._store, files, self.single)
 
     @property
     def num_bytes(self) -> int:
@@ -110,7 +113,8 @@ def find_files(path: str, pattern: str, *, option: str) -> Listing:
     """List what a corpus reads.
 
     Args:
-        path: a file or directory; any url that fsspec knows (``memory://``, ``s3://``).
+        path: a file or directory; any url that fsspec knows (``memory://``, ``s3://``), or
+            ``hf://datasets/org/name`` of the hub.
         pattern: what file names in a directory must match, relative to it; ``*`` also
             spans ``/``. Names that start with a dot are left out.
         option: name of the option that gave the path, for errors.
@@ -123,6 +127,8 @@ def find_files(path: str, pattern: str, *, option: str) -> Listing:
         from fsspec.core import url_to_fs
     except ImportError:
         raise MissingExtraError("fsspec", "run", "reading data files") from None
+    if hub.is_data(path):
+        path, pattern = _meant(path, pattern)
     try:
         store, root = url_to_fs(path)
         if not store.exists(root):
@@ -162,23 +168,66 @@ def find_files(path: str, pattern: str, *, option: str) -> Listing:
     return listing
 
 
+def format_of(name: str) -> str:
+    """What a file holds, by its suffix: jsonl, parquet or text."""
+    for ending in (".gz", ".bz2", ".xz", ".zst"):
+        name = name.removesuffix(ending)
+    return _SUFFIXES.get(posixpath.splitext(name)[1].lower(), "text")
+
+
 def from_path(path: str) -> Choice:
     """The corpus that reads ``path``, by the suffix of the file or of a directory's first file.
+
+    Rows that have messages, or a prompt with its completion, are chats. What is named by an
+    address of the Hugging Face hub is fetched now.
 
     Raises:
         DataError: nothing is there.
     """
-    listing = find_files(path, "*", option="data")
-    name = listing.files[0].name
-    for ending in (".gz", ".bz2", ".xz", ".zst"):
-        name = name.removesuffix(ending)
-    corpus = _SUFFIXES.get(posixpath.splitext(name)[1].lower(), "text")
-    return Choice(name=corpus, options={"path": path})
+    pattern = "*"
+    if hub.is_data(path):
+        path, pattern = hub.local_data(path)
+    listing = find_files(path, pattern, option="data")
+    corpus = format_of(listing.files[0].name)
+    if holds_chats(_columns(listing, corpus)):
+        corpus = "chat"
+    given = {} if pattern == "*" else {"pattern": pattern}
+    return Choice(name=corpus, options={"path": path, **given})
+
+
+def holds_chats(columns: Collection[str]) -> bool:
+    """Whether rows with these columns are conversations, or prompts with completions."""
+    return "messages" in columns or {"prompt", "completion"} <= set(columns)
+
+
+def _columns(listing: Listing, form: str) -> Collection[str]:
+    """The columns of the first row of the first file; none of what cannot be read."""
+    try:
+        if form == "jsonl":
+            from shoal.corpora.jsonl import json_rows
+
+            row, _, _ = next(json_rows(listing), ({}, "", ""))
+            return row
+        if form == "parquet":
+            from shoal.corpora.parquet import opened
+
+            with opened(listing, listing.files[0]) as table:
+                names: list[str] = table.schema_arrow.names
+                return names
+    except DataError:  # said by the corpus that reads it, with all that it expects
+        return ()
+    return ()
 
 
 def corpus_at(path: str) -> dict[str, Any]:
     """The same as a config spells it."""
     return from_path(path).model_dump()
+
+
+def _meant(address: str, pattern: str) -> tuple[str, str]:
+    """The directory of a data set of the hub, and the pattern of the files in it."""
+    path, named = hub.local_data(address)
+    return path, pattern if named == "*" else named
 
 
 def _file(name: str, path: str, info: dict[str, Any]) -> File:

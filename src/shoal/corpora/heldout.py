@@ -28,15 +28,6 @@ from shoal.corpora.order import check_split
 from shoal.corpora.protocols import Packing
 from shoal.corpora.tokens import TokenSet, TokenSplit
 
-__all__ = [
-    "EvalBatch",
-    "bits_per_byte",
-    "check",
-    "gzip_bits_per_byte",
-    "heldout_chunks",
-    "xz_bits_per_byte",
-]
-
 
 class EvalBatch(NamedTuple):
     """Windows to score together.
@@ -44,7 +35,8 @@ class EvalBatch(NamedTuple):
     Args:
         tokens: int64 [b, C'+1], padded at the end with the end of text; inputs are
             ``[:, :-1]``, targets ``[:, 1:]``.
-        scored: bool [b, C']: which targets count; each held-out token counts once in all.
+        scored: bool [b, C']: which targets count; each held-out token that is learned counts once
+            in all.
         documents: int64 [b]: the document of each window.
     """
 
@@ -96,7 +88,7 @@ def heldout_chunks(
     require(0 <= rank < world, "evaluation rank", rank, expected=f"0 to {world - 1}")
     if split.num_documents == 0:
         raise DataError(
-            "data: no document falls into the held-out split, so nothing can be evaluated; "
+            "data: the held-out split has no documents, so evaluation is not possible; "
             "give more documents, or set heldout_every of the corpus to a smaller number"
         )
     windows = _spread(_windows(split, context, step), len(split), max_tokens)
@@ -116,7 +108,7 @@ def bits_per_byte(nll: float, tokens: int, split: TokenSplit) -> float:
         tokens: number of scored tokens.
         split: what they are from.
     """
-    share = tokens / len(split)
+    share = tokens / split.num_learned
     return nll / math.log(2) / (share * split.text_bytes)
 
 
@@ -187,6 +179,10 @@ def _filled(split: TokenSplit, windows: list[_Window], length: int) -> EvalBatch
         opening = 1 if begin == 0 else 0
         split.read(start + begin - 1 + opening, tokens[row, opening : end - begin + 1])
         scored[row, first - begin : end - begin] = True
+        if split.learned is not None:
+            flags = np.empty(end - first, dtype=np.int64)
+            split.learned.read(start + first, flags)
+            scored[row, first - begin : end - begin] = flags == 1
     return EvalBatch(tokens, scored, np.array([window.document for window in windows]))
 
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from shoal.core.errors import DataError, require
 from shoal.core.parts import part
-from shoal.corpora.files import FileCorpus
+from shoal.corpora.files import FileCorpus, Listing
 from shoal.corpora.protocols import Document, Split, split_of
-
-__all__ = ["JsonlCorpus"]
 
 MAX_LINE = 64 * 2**20
 
@@ -42,33 +40,26 @@ class JsonlCorpus(FileCorpus):
         Raises:
             DataError: a line is not a JSON object with text; names file and line.
         """
-        listing = self._listing()
-        for file in listing.files:
-            where = listing.url(file)
-            with listing.open(file) as stream:
-                number = 0
-                while line := stream.readline(MAX_LINE + 1):
-                    if line.strip():
-                        row = _object(line, f"{where}, line {number + 1}")
-                        text = self._text(row, self.field, f"{where}, line {number + 1}")
-                        name = f"{file.name}#{number}"
-                        if self.id_field:
-                            name = self._name(row, f"{where}, line {number + 1}")
-                        place = split_of(name, self.heldout_every)
-                        if split in (None, place):
-                            yield Document(name, text, place)
-                    number += 1
+        for row, name, where in json_rows(self._listing()):
+            text = self._text(row, self.field, where)
+            if self.id_field:
+                name = self._name(row, where)
+            place = split_of(name, self.heldout_every)
+            if split in (None, place):
+                yield Document(name, text, place)
 
     def _text(self, row: dict[str, Any], key: str, where: str) -> str:
         if key not in row:
             raise DataError(
                 f"{where}: no key {key!r}; it has {', '.join(map(repr, list(row)[:8])) or 'none'}; "
-                "name the right one in data.field"
+                "set data.field to the right one, or give chats, with messages or with prompt and "
+                "completion"
             )
         value = row[key]
         if not isinstance(value, str):
             raise DataError(
-                f"{where}: {key!r} is {type(value).__name__}, not text; name another data.field"
+                f"{where}: {key!r} is {type(value).__name__}, not text; set data.field to another "
+                f"key"
             )
         return whole_unicode(value)
 
@@ -80,6 +71,22 @@ class JsonlCorpus(FileCorpus):
                 "number; name another data.id_field, or leave it out"
             )
         return whole_unicode(str(value))
+
+
+def json_rows(listing: Listing) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """The objects of JSON Lines: each with its name and its place for errors.
+
+    Raises:
+        DataError: a line is no JSON object; names file and line.
+    """
+    for file in listing.files:
+        with listing.open(file) as stream:
+            number = 0
+            while line := stream.readline(MAX_LINE + 1):
+                if line.strip():
+                    where = f"{listing.url(file)}, line {number + 1}"
+                    yield _object(line, where), f"{file.name}#{number}", where
+                number += 1
 
 
 def whole_unicode(text: str) -> str:

@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
+from shoal.core.traits import check_beside
 from shoal.corpora.protocols import Corpus, Document, Split
 from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
-
-__all__ = ["MixedCorpus"]
 
 
 @part
@@ -45,6 +44,15 @@ class MixedCorpus:
                 "data.mixed.sources",
                 name,
                 expected="names without /",
+            )
+            check_beside(
+                f"data.mixed.sources.{name}",
+                self.sources[name],
+                "learns_answers",
+                has=False,
+                beside="others",
+                why="a mixture has a loss on all of its text",
+                kind="corpus",
             )
         for name, limit in self.limit_bytes.items():
             require(

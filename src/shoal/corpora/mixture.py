@@ -23,19 +23,15 @@ from shoal.checkpoint.loader import LoaderState, ReaderState
 from shoal.core.errors import CheckpointError, require
 from shoal.core.random import Permutation, generator
 
-__all__ = ["Documents", "MixtureLoader"]
-
 
 class Documents(Protocol):
     """A source: so many documents, each a sequence of tokens."""
 
     def __len__(self) -> int:
         """How many there are."""
-        ...
 
     def __getitem__(self, number: int, /) -> Sequence[int]:
         """The tokens of one."""
-        ...
 
 
 class MixtureLoader:

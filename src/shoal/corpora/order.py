@@ -15,11 +15,10 @@ import numpy as np
 from shoal.core.errors import ConfigError, DataError, require
 from shoal.core.parts import Choice
 from shoal.core.random import Permutation
+from shoal.core.traits import traits
 from shoal.corpora import PACKINGS
 from shoal.corpora.protocols import Packing
 from shoal.corpora.tokens import TokenSplit
-
-__all__ = ["Batch", "batch", "check_split"]
 
 
 class Batch(NamedTuple):
@@ -28,10 +27,12 @@ class Batch(NamedTuple):
     Args:
         tokens: int64 [B/world, T+1]; inputs are ``[:, :-1]``, targets ``[:, 1:]``.
         documents: int32 [B/world, T+1] or None: attention and loss stay inside equal ids.
+        learned: int64 [B/world, T+1] or None: as targets, those that are 0 count nothing.
     """
 
     tokens: np.ndarray
     documents: np.ndarray | None
+    learned: np.ndarray | None
 
 
 def batch(
@@ -77,6 +78,7 @@ def batch(
     first = step * global_batch + rank * rows
     tokens: list[np.ndarray] = []
     documents: list[np.ndarray] = []
+    learned: list[np.ndarray] = []
     while rows:
         epoch, position = divmod(first, windows)
         take = min(rows, windows - position)
@@ -85,11 +87,15 @@ def batch(
         tokens.append(result)
         if ids is not None:
             documents.append(ids)
+        if split.learned is not None:
+            flags, _ = cut.fill(split.learned, chosen, seq_len=seq_len, seed=seed, epoch=epoch)
+            learned.append(flags)
         first += take
         rows -= take
     return Batch(
-        tokens[0] if len(tokens) == 1 else np.concatenate(tokens),
-        (documents[0] if len(documents) == 1 else np.concatenate(documents)) if documents else None,
+        np.concatenate(tokens),
+        np.concatenate(documents) if documents else None,
+        np.concatenate(learned) if learned else None,
     )
 
 
@@ -113,6 +119,13 @@ def check_split(
             "give more text, or lower global_batch or seq_len"
         )
     return windows
+
+
+def cut_documents(split: TokenSplit, packing: Choice, *, seq_len: int) -> int:
+    """Documents whose ends a packing never reads, since they are longer than a sequence."""
+    if "keeps_beginnings" not in traits("packing", packing):
+        return 0
+    return int((np.diff(split.offsets) > seq_len + 1).sum())
 
 
 def _packing(packing: Packing | Choice | str | Mapping[str, object]) -> Packing:

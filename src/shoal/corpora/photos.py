@@ -20,8 +20,6 @@ from shoal.core.errors import MissingExtraError, require
 from shoal.core.extras import import_extra
 from shoal.core.random import generator
 
-__all__ = ["DIM", "Descriptors", "photo_descriptors"]
-
 DIM = 128
 _CELL, _CELLS, _BINS = 4, 4, 8
 _EDGE = _CELL * _CELLS

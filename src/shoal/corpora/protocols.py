@@ -16,20 +16,11 @@ from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
 
-    from shoal.corpora.tokens import TokenSplit
-
-__all__ = [
-    "HELDOUT_EVERY",
-    "Corpus",
-    "Document",
-    "Packing",
-    "Split",
-    "data_time",
-    "is_heldout",
-    "split_of",
-]
+    from shoal.corpora.chat.template import ChatTemplate
 
 Split = Literal["train", "heldout"]
 
@@ -44,11 +35,13 @@ class Document(NamedTuple):
         name: unique in its corpus: a relative path, or a path and a row.
         text: the text; never changed on the way to the tokenizer.
         split: train or heldout.
+        learned: (begin, end) in characters of what is learned, in order and apart; None for all.
     """
 
     name: str
     text: str
     split: Split = "train"
+    learned: tuple[tuple[int, int], ...] | None = None
 
 
 @runtime_checkable
@@ -61,42 +54,68 @@ class Corpus(Protocol):
         Raises:
             DataError: something cannot be read; the message names the file.
         """
-        ...
 
     def fingerprint(self) -> str:
         """Hexadecimal digest that changes when any document may have changed."""
-        ...
 
     def num_bytes(self) -> int:
         """Bytes stored, for progress and sampling; text itself when not compressed."""
-        ...
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Time that reading the tokens adds to one step."""
-        ...
+
+
+@runtime_checkable
+class ChatSource(Corpus, Protocol):
+    """A corpus that renders messages, of whose documents some text is learned."""
+
+    def special_tokens(self) -> tuple[str, ...]:
+        """Tokens that a tokenizer learned from it has besides the usual one."""
+
+    def with_model(self, directory: Path | None) -> ChatSource:
+        """The corpus that renders with a model's chat template, unless it names one."""
+
+    def chat_template(self) -> ChatTemplate:
+        """How messages become text."""
+
+
+class WindowTokens(Protocol):
+    """What a packing cuts windows of: the tokens of a split, or which of them are learned."""
+
+    offsets: np.ndarray
+    """Where each document starts, and the end of the last, int64 [documents + 1]."""
+    end_of_text: int
+    """What stands for the end of a text."""
+
+    def __len__(self) -> int:
+        """Tokens, an end of text for each document included."""
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones included."""
+
+    def read(self, start: int, out_N: np.ndarray) -> None:
+        """Fill ``out_N`` with the tokens from ``start`` on; after the last comes the first."""
 
 
 @runtime_checkable
 class Packing(Protocol):
     """How documents fill sequences of T inputs and T targets."""
 
-    def num_windows(self, split: TokenSplit, seq_len: int) -> int:
+    def num_windows(self, split: WindowTokens, seq_len: int) -> int:
         """Windows of one epoch."""
-        ...
 
     def fill(
-        self, split: TokenSplit, windows_N: np.ndarray, *, seq_len: int, seed: int, epoch: int
+        self, split: WindowTokens, windows_N: np.ndarray, *, seq_len: int, seed: int, epoch: int
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Tokens int64 [N, T+1] of the windows, and document ids int32 [N, T+1] or None.
 
         Attention and loss stay inside a document: position t may see s only if their
         ids are equal, and the prediction of t+1 counts only if it has the id of t.
         """
-        ...
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Time that cutting windows adds to one step."""
-        ...
 
 
 def is_heldout(name: str, every: int = HELDOUT_EVERY) -> bool:

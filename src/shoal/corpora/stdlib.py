@@ -14,8 +14,6 @@ from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 
-__all__ = ["Stdlib"]
-
 # Third-party packages live inside the standard library's directory.
 _FOREIGN = frozenset({"site-packages", "dist-packages"})
 

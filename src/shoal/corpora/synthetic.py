@@ -22,8 +22,6 @@ from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 
-__all__ = ["Synthetic"]
-
 # Raised when the same seed gives other text, so that tokens of older versions are not read.
 _VERSION = 1
 

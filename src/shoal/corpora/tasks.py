@@ -21,8 +21,6 @@ from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 
-__all__ = ["NAMES", "QuestionAnswer", "Tasks", "is_right", "problem"]
-
 # Bumped when a generator changes, so that no job trains on tokens of the old one.
 _VERSION = 3
 _FIELDS = ("name", "city", "team", "code", "host", "zone")
@@ -107,12 +105,7 @@ def problem(split: Split, number: int, seed: int = 0) -> QuestionAnswer:
 
 
 def is_right(prompt: str, answer: str) -> bool:
-    """Whether an answer is right, found from the question alone.
-
-    Args:
-        prompt: of a problem.
-        answer: what was said, without the end of text.
-    """
+    """Whether an answer is right, found from the question alone."""
     kind, _, question = prompt.removesuffix("=").partition(" ")
     if kind == "s":
         return answer == _sorted(question)

@@ -13,8 +13,6 @@ from shoal.core.parts import part
 from shoal.corpora.files import BLOCK, FileCorpus
 from shoal.corpora.protocols import Document, Split, split_of
 
-__all__ = ["TextCorpus", "pieces"]
-
 # No document is longer, so that none needs more memory than a batch of others.
 MAX_CHARACTERS = 32 * 2**20
 _BLANK_LINE = re.compile(r"\n[ \t\r]*\n\s*")

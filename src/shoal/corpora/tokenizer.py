@@ -10,16 +10,15 @@ Source: Sennrich et al., Neural Machine Translation of Rare Words with Subword U
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.core.errors import ConfigError, MissingExtraError, require
+from shoal.core.files import expanded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-__all__ = ["END_OF_TEXT", "check_vocab", "end_of_text", "load", "locate", "sample", "train"]
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -68,22 +67,24 @@ def sample(texts: Iterable[str], total_bytes: int, limit: int = SAMPLE_BYTES) ->
             yield clipped
 
 
-def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
     """Learn a byte-level BPE; the same texts give the same tokenizer.
 
     Args:
         texts: what to learn from.
         vocab_size: entries at most; a small corpus has fewer pairs to merge.
+        special: tokens with a meaning of their own, behind that which ends a text.
 
     Raises:
         ConfigError: ``vocab_size`` cannot hold all bytes, or is beyond any model.
         MissingExtraError: the package tokenizers is not installed.
     """
+    least = MIN_VOCAB + len(special)
     require(
-        MIN_VOCAB <= vocab_size <= MAX_VOCAB,
+        least <= vocab_size <= MAX_VOCAB,
         "vocab_size",
         vocab_size,
-        expected=f"{MIN_VOCAB} (all bytes and {END_OF_TEXT}) to {MAX_VOCAB}",
+        expected=f"{least} (all bytes and {', '.join((END_OF_TEXT, *special))}) to {MAX_VOCAB}",
         hint="choose a model with such a vocabulary or give a tokenizer.json",
     )
     _require_package()
@@ -100,7 +101,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -128,7 +129,7 @@ def load(path: Path) -> Tokenizer:
     except OSError as cause:
         raise ConfigError(
             f"tokenizer = {str(path)!r}: cannot be read ({cause.strerror}); give the path of a "
-            "tokenizer.json, or bpe to learn one from the corpus"
+            "tokenizer.json, or bpe to train one on the corpus"
         ) from cause
     require(
         size <= MAX_FILE_BYTES,
@@ -150,7 +151,7 @@ def load(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_str(text.decode())
     except Exception as cause:  # the library raises nothing more precise
         raise ConfigError(
-            f"tokenizer {file}: no tokenizer that can be used ({cause}); "
+            f"tokenizer {file}: cannot be used ({cause}); "
             "write it again with a current version of tokenizers"
         ) from cause
     tokenizer.no_truncation()
@@ -161,7 +162,7 @@ def load(path: Path) -> Tokenizer:
 
 def locate(path: Path) -> Path:
     """The ``tokenizer.json`` itself, for a file or a model directory."""
-    path = path.expanduser()
+    path = expanded(path)
     return path / "tokenizer.json" if path.is_dir() else path
 
 
@@ -177,7 +178,7 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int, where: str) -> int:
         f"tokenizer {where}: vocabulary",
         highest + 1,
         expected=f"at most the model's vocab_size = {vocab_size}",
-        hint="choose a model with a larger vocabulary, or tokenizer: bpe to learn one that fits",
+        hint="choose a model with a larger vocabulary, or tokenizer: bpe to train one that fits",
     )
     return highest + 1
 
@@ -209,7 +210,7 @@ def end_of_text(tokenizer: Tokenizer, path: Path | None = None) -> int:
         if result is not None:
             return int(result)
     raise ConfigError(
-        f"tokenizer {path or ''}: no token ends a text; add one of {', '.join(_ENDS)}"
+        f"tokenizer {path or ''}: it has no end-of-text token; add one of {', '.join(_ENDS)}"
     )
 
 

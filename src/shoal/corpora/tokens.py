@@ -8,11 +8,15 @@
     ├── train-00000.bin ...      token ids, little-endian uint16 or uint32
     ├── train.offsets.bin        int64 [documents + 1]: where each document starts
     ├── train.bytes.bin          int64 [documents]: UTF-8 bytes of each document
+    ├── train.learned.bin        int64 [spans, 2]: what is learned, where that is not all
     ├── heldout-00000.bin, heldout.offsets.bin, heldout.bytes.bin
     └── heldout.text.bin         the held-out text itself, for baselines
 
 Every document is its tokens and one end of text. All shards but the last have the
 same number of tokens. The directory appears whole or not at all.
+
+Of a chat some tokens are learned: those that begin in an answer, and the end of text unless the
+answer ends itself. Bytes and texts are then those of the answers.
 """
 
 from __future__ import annotations
@@ -35,21 +39,11 @@ from shoal.core.files import locked, shoal_home, write_atomic, write_dir_atomic,
 from shoal.core.parts import Choice
 from shoal.corpora import CORPORA
 from shoal.corpora import tokenizer as bpe
-from shoal.corpora.protocols import Corpus, Document
+from shoal.corpora.chat.marks import LearnedTokens, last_sign, mark
+from shoal.corpora.protocols import ChatSource, Corpus, Document
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-__all__ = [
-    "Progress",
-    "TokenFile",
-    "TokenSet",
-    "TokenSplit",
-    "files_of",
-    "open_tokens",
-    "prepare",
-    "receive",
-]
 
 Progress = Callable[[int, int, str], None]
 
@@ -83,6 +77,7 @@ class SplitIndex(Value):
     shards: tuple[TokenFile, ...]
     offsets: TokenFile
     sizes: TokenFile
+    learned: TokenFile | None = None
 
 
 class TokenIndex(Value):
@@ -93,6 +88,7 @@ class TokenIndex(Value):
     dtype: Literal["uint16", "uint32"]
     vocab_size: PositiveInt
     end_of_text: NonNegativeInt
+    end_of_turn: NonNegativeInt | None = None
     shard_tokens: PositiveInt
     tokenizer: TokenFile
     train: SplitIndex
@@ -105,6 +101,8 @@ class TokenIndex(Value):
         yield self.heldout_text
         for split in (self.train, self.heldout):
             yield from (*split.shards, split.offsets, split.sizes)
+            if split.learned is not None:
+                yield split.learned
 
 
 class TokenSplit:
@@ -112,8 +110,6 @@ class TokenSplit:
 
     Args:
         name: train or heldout.
-        directory: of the token set.
-        index: of the token set.
     """
 
     def __init__(
@@ -129,10 +125,19 @@ class TokenSplit:
         self._shards = [_mapped(directory / shard.file, dtype) for shard in entry.shards]
         self._shard_tokens = index.shard_tokens
         self._size = entry.tokens
+        self.learned: LearnedTokens | None = None
+        if entry.learned is not None:
+            spans = _mapped(directory / entry.learned.file, np.dtype("<i8"))
+            self.learned = LearnedTokens(self, spans)
 
     def __len__(self) -> int:
         """Tokens, an end of text for each document included."""
         return self._size
+
+    @property
+    def num_learned(self) -> int:
+        """Tokens on which there is a loss."""
+        return self._size if self.learned is None else self.learned.total
 
     @property
     def num_documents(self) -> int:
@@ -157,12 +162,7 @@ class TokenSplit:
 
 
 class TokenSet:
-    """A corpus as one model reads it.
-
-    Args:
-        path: the directory.
-        index: its index, already checked.
-    """
+    """A corpus as one model reads it."""
 
     def __init__(self, path: Path, index: TokenIndex) -> None:
         self.path = path
@@ -170,6 +170,7 @@ class TokenSet:
         self.corpus = index.corpus
         self.vocab_size = index.vocab_size
         self.end_of_text = index.end_of_text
+        self.end_of_turn = index.end_of_turn
         self.tokenizer_path = path / index.tokenizer.file
         self.train = TokenSplit("train", path, index)
         self.heldout = TokenSplit("heldout", path, index)
@@ -180,7 +181,7 @@ class TokenSet:
         return bpe.load(self.tokenizer_path)
 
     def heldout_texts(self) -> Iterator[bytes]:
-        """The held-out documents in UTF-8, in their order."""
+        """The held-out documents in UTF-8, in their order; of chats the answers."""
         with self._heldout_text.open("rb") as file:
             for size in self.heldout.bytes_per_document.tolist():
                 yield file.read(size)
@@ -202,7 +203,7 @@ def prepare(
     Args:
         data: the corpus.
         tokenizer: ``bpe`` to learn one, or the path of a ``tokenizer.json`` or of a
-            directory with one.
+            directory with one; a chat template that lies there renders chats.
         vocab_size: rows of the model's embedding, and the size of a learned vocabulary.
         cache: directory of token sets; ``$SHOAL_HOME/corpora`` if not given.
         progress: called with bytes done, bytes in all and what is being done.
@@ -216,11 +217,12 @@ def prepare(
     corpus: Corpus = CORPORA.build(data, where="data")
     say = progress or _silent
     root = cache if cache is not None else shoal_home() / "corpora"
-    given: Path | None = None
-    if tokenizer == "bpe":
+    given = None if tokenizer == "bpe" else Path(tokenizer)
+    if isinstance(corpus, ChatSource):
+        corpus = corpus.with_model(None if given is None else bpe.locate(given).parent)
+    if given is None:
         marks = [f"bpe {vocab_size}"]
     else:
-        given = Path(tokenizer)
         loaded = bpe.load(given)
         bpe.check_vocab(loaded, vocab_size, tokenizer)
         marks = [loaded.to_str(), str(bpe.end_of_text(loaded, given))]
@@ -278,8 +280,8 @@ def receive(
                 if arrived != file:
                     raise DataError(
                         f"{path / file.file}: {arrived.num_bytes} bytes with sha256 "
-                        f"{arrived.sha256[:12]} arrived, not the {file.num_bytes} with "
-                        f"{file.sha256[:12]} that were sent; run again"
+                        f"{arrived.sha256[:12]} arrived instead of {file.num_bytes} with "
+                        f"{file.sha256[:12]}; run again"
                     )
 
     root = cache if cache is not None else shoal_home() / "corpora"
@@ -316,7 +318,7 @@ def open_tokens(path: Path, vocab_size: int | None = None) -> TokenSet:
         vocab_size: of the model that will read it; None to not check.
 
     Raises:
-        DataError: a file is missing or is not what was written; names the directory.
+        DataError: a file is missing or has changed since it was written; names the directory.
         ConfigError: the tokens have ids that the model lacks.
     """
     try:
@@ -332,7 +334,7 @@ def open_tokens(path: Path, vocab_size: int | None = None) -> TokenSet:
 
 
 class _DamagedError(Exception):
-    """A token set that is not what was written."""
+    """A token set that has changed since it was written."""
 
 
 def _silent(_done: int, _total: int, _what: str) -> None:
@@ -359,7 +361,7 @@ def _checked(path: Path) -> TokenSet:
             if size != file.num_bytes:
                 raise _DamagedError(f"{stored}: {size} bytes, not the {file.num_bytes} written")
             if verify and _sha256(stored) != file.sha256:
-                raise _DamagedError(f"{stored}: its bytes are not those that were written")
+                raise _DamagedError(f"{stored}: its contents have changed since it was written")
         _check_sizes(path, index)
         return TokenSet(path, index)
     except (OSError, ValueError, RecursionError, ConfigError) as cause:
@@ -377,8 +379,9 @@ def _check_sizes(path: Path, index: TokenIndex) -> None:
             and sum(sizes) == split.tokens * item
             and split.offsets.num_bytes == 8 * (split.documents + 1)
             and split.sizes.num_bytes == 8 * split.documents
+            and (split.learned is None or split.learned.num_bytes % 16 == 0)
         ):
-            raise _DamagedError(f"{path / INDEX}: its sizes contradict each other")
+            raise _DamagedError(f"{path / INDEX}: its sizes are inconsistent")
 
 
 def _sha256(path: Path) -> str:
@@ -404,15 +407,21 @@ def _build(
     say: Progress,
 ) -> None:
     total = corpus.num_bytes()
+    chats = corpus if isinstance(corpus, ChatSource) else None
     say(0, total, "reading the corpus")
     if given is None:
         texts = (document.text for document in corpus.documents("train"))
-        say(0, total, "learning the tokenizer")
-        tokenizer = bpe.train(bpe.sample(texts, total), vocab_size)
+        say(0, total, "training the tokenizer")
+        special = () if chats is None else chats.special_tokens()
+        tokenizer = bpe.train(bpe.sample(texts, total), vocab_size, special)
         end = bpe.end_of_text(tokenizer)
     else:
         tokenizer = bpe.load(given)
         end = bpe.end_of_text(tokenizer, given)
+    # What a chat template spells are tokens, as they are where it is served.
+    tokenizer.encode_special_tokens = chats is None
+    signs = {i for i, one in tokenizer.get_added_tokens_decoder().items() if one.special}
+    end_of_turn: int | None = None
     size = bpe.check_vocab(tokenizer, vocab_size, str(given or "bpe"))
     dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
     shard_tokens = max(1, shard_bytes // dtype.itemsize)
@@ -421,21 +430,26 @@ def _build(
         text_json = tokenizer.to_str(pretty=True)
         write_atomic(directory / "tokenizer.json", text_json, error=DataError)
         splits = {
-            name: _SplitWriter(directory, name, dtype, shard_tokens, stack)
+            name: _SplitWriter(directory, name, dtype, shard_tokens, stack, marks=chats is not None)
             for name in ("train", "heldout")
         }
         text = stack.enter_context(_HashedFile(directory / "heldout.text.bin"))
         done = 0
         for documents in _batches(corpus.documents()):
-            result = tokenizer.encode_batch_fast(
-                [document.text for document in documents], add_special_tokens=False
-            )
-            for document, encoding in zip(documents, result, strict=True):
-                raw = document.text.encode()
-                splits[document.split].add(np.array([*encoding.ids, end], dtype=dtype), len(raw))
+            texts_of = [document.text for document in documents]
+            encode = tokenizer.encode_batch_fast if chats is None else tokenizer.encode_batch
+            for document, encoding in zip(
+                documents, encode(texts_of, add_special_tokens=False), strict=True
+            ):
+                raw, ids, flags = document.text.encode(), encoding.ids, None
+                done += len(raw)
+                if document.learned is not None:
+                    raw, ids, flags = mark(document, document.learned, tokenizer, encoding, end)
+                    if end_of_turn is None:
+                        end_of_turn = last_sign(tokenizer, ids, signs)
+                splits[document.split].add(np.array([*ids, end], dtype=dtype), len(raw), flags)
                 if document.split == "heldout":
                     text.write(raw)
-                done += len(raw)
             say(done, max(done, total), "tokenising")
         train, heldout = (splits[name].close() for name in ("train", "heldout"))
         if train.text_bytes == 0:
@@ -449,6 +463,7 @@ def _build(
             dtype="uint16" if dtype.itemsize == 2 else "uint32",
             vocab_size=size,
             end_of_text=end,
+            end_of_turn=end_of_turn,
             shard_tokens=shard_tokens,
             tokenizer=_stored(directory / "tokenizer.json"),
             train=train,
@@ -512,6 +527,8 @@ class _SplitWriter:
         dtype: np.dtype[Any],
         shard_tokens: int,
         stack: contextlib.ExitStack,
+        *,
+        marks: bool,
     ) -> None:
         self._directory = directory
         self._name = name
@@ -525,10 +542,16 @@ class _SplitWriter:
         self._text_bytes = 0
         self._offsets = stack.enter_context(_HashedFile(directory / f"{name}.offsets.bin"))
         self._sizes = stack.enter_context(_HashedFile(directory / f"{name}.bytes.bin"))
+        self._marks = (
+            stack.enter_context(_HashedFile(directory / f"{name}.learned.bin")) if marks else None
+        )
         self._offsets.write(_int64(0))
 
-    def add(self, tokens: np.ndarray, text_bytes: int) -> None:
-        """Append one document of so many UTF-8 bytes."""
+    def add(self, tokens: np.ndarray, text_bytes: int, learned: np.ndarray | None) -> None:
+        """Append one document of so many UTF-8 bytes, with which of its tokens are learned."""
+        if self._marks is not None and learned is not None:
+            steps = np.diff(learned.astype(np.int8), prepend=0, append=0)
+            self._marks.write((self._tokens + np.flatnonzero(steps)).astype("<i8").tobytes())
         self._tokens += len(tokens)
         self._documents += 1
         self._text_bytes += text_bytes
@@ -559,6 +582,7 @@ class _SplitWriter:
             shards=tuple(self._shards),
             offsets=self._offsets.close(),
             sizes=self._sizes.close(),
+            learned=None if self._marks is None else self._marks.close(),
         )
 
 

@@ -15,23 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal.core.parts import table
+from shoal.cost.latent import Latent, latent_of
 from shoal.ir import ModelShape
-
-__all__ = [
-    "LinearProducts",
-    "activation_bytes",
-    "active_parameters",
-    "block_parameters",
-    "block_weights",
-    "embedding_parameters",
-    "expert_parameters",
-    "flops_by_op",
-    "flops_per_token",
-    "linears",
-    "logits_bytes",
-    "mixture_layers",
-    "parameters",
-]
 
 
 @dataclass(frozen=True)
@@ -39,15 +24,16 @@ class LinearProducts:
     """The matrix products of one kind: a weight [N, K] and the tokens that pass it.
 
     Args:
-        name: qkv, attention_out, ffn_in, ffn_out, router, expert_in, expert_out, logits.
+        name: qkv, attention_out, ffn_in, ffn_out, router, expert_in, expert_out, logits; of latent
+            attention q_down, q_up, kv_down and kv_up in the place of qkv.
         N: output width.
         K: input width.
         layers: layers that have it.
         copies: weights of one layer (experts).
         share: tokens that pass one copy, as a share of all tokens.
         bias: it has a bias of N.
-        role: part of a block, one of its attention's or of its experts' products, or the output
-            layer.
+        role: part of a block, one of its attention's or of its experts' products, one of a mixture
+            beside its experts (router, shared experts), or the output layer.
         divided: what tensor parallelism divides: outputs (by columns), inputs (by rows), nothing.
     """
 
@@ -58,7 +44,7 @@ class LinearProducts:
     copies: int = 1
     share: float = 1.0
     bias: bool = False
-    role: Literal["block", "attention", "expert", "output"] = "block"
+    role: Literal["block", "attention", "expert", "mixture", "output"] = "block"
     divided: Literal["outputs", "inputs", ""] = ""
 
     @property
@@ -83,18 +69,22 @@ def linears(shape: ModelShape) -> tuple[LinearProducts, ...]:
     D, L = shape.hidden, shape.num_layers
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     wide = 2 if shape.gated else 1
+    if latent := latent_of(shape):
+        products = _latent_projections(latent, shape)
+    else:
+        products = {"qkv": (heads, D), "attention_out": (D, shape.num_heads * shape.head_dim)}
     linears = [
         LinearProducts(
-            "qkv", heads, D, L, bias=shape.attention_bias, role="attention", divided="outputs"
-        ),
-        LinearProducts(
-            "attention_out",
-            D,
-            shape.num_heads * shape.head_dim,
+            name,
+            N,
+            K,
             L,
+            bias=name == "qkv" and shape.attention_bias,
             role="attention",
-            divided="inputs",
-        ),
+            # What is compressed is small, and every rank has all of it.
+            divided="" if "down" in name else "inputs" if name == "attention_out" else "outputs",
+        )
+        for name, (N, K) in products.items()
     ]
     sparse = mixture_layers(shape)
     if L - sparse:
@@ -104,7 +94,8 @@ def linears(shape: ModelShape) -> tuple[LinearProducts, ...]:
         linears.append(LinearProducts("ffn_out", D, shape.ffn_hidden, L - sparse, divided="inputs"))
     if sparse:
         X, E, S = shape.expert_hidden, shape.num_experts, shape.num_shared_experts
-        linears.append(LinearProducts("router", _router(shape)["router.weight"][0], D, sparse))
+        experts = _router(shape)["router.weight"][0]
+        linears.append(LinearProducts("router", experts, D, sparse, role="mixture"))
         share = shape.top_k / E
         expert = LinearProducts(
             "expert_in", wide * X, D, sparse, copies=E, share=share, role="expert"
@@ -112,10 +103,9 @@ def linears(shape: ModelShape) -> tuple[LinearProducts, ...]:
         linears.append(replace(expert, divided="outputs"))
         linears.append(replace(expert, name="expert_out", N=D, K=X, divided="inputs"))
         if S:
-            linears.append(
-                LinearProducts("shared_in", wide * X, D, sparse, copies=S, divided="outputs")
-            )
-            linears.append(LinearProducts("shared_out", D, X, sparse, copies=S, divided="inputs"))
+            shared = LinearProducts("shared_in", wide * X, D, sparse, copies=S, role="mixture")
+            linears.append(replace(shared, divided="outputs"))
+            linears.append(replace(shared, name="shared_out", N=D, K=X, divided="inputs"))
     if shape.architecture.ffn.duo:  # counted as if every token took the big layer
         small = shape.architecture.ffn.small_width(shape.ffn_hidden)
         linears.append(LinearProducts("small_in", wide * small, D, L, share=0.0))
@@ -128,6 +118,27 @@ def linears(shape: ModelShape) -> tuple[LinearProducts, ...]:
         linears.append(LinearProducts("aggregate_out", P, D, bias=True))
     linears.append(LinearProducts("logits", shape.vocab_size, D, role="output"))
     return tuple(linears)
+
+
+def _latent_projections(latent: Latent, shape: ModelShape) -> dict[str, tuple[int, int]]:
+    D, heads = shape.hidden, shape.num_heads
+    wide, value = latent.plain + latent.rotary, latent.value
+    queries = {"q": (heads * wide, D)}
+    if latent.query:
+        queries = {"q_down": (latent.query, D), "q_up": (heads * wide, latent.query)}
+    return {
+        **queries,
+        "kv_down": (latent.kv + latent.rotary, D),
+        "kv_up": (heads * (latent.plain + value), latent.kv),
+        "attention_out": (D, heads * value),
+    }
+
+
+def attention_width(shape: ModelShape) -> float:
+    """Mean of the widths of a head's queries and of its values, over which both products run."""
+    if latent := latent_of(shape):
+        return (latent.plain + latent.rotary + latent.value) / 2
+    return float(shape.head_dim)
 
 
 def _router(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -208,7 +219,7 @@ def flops_by_op(shape: ModelShape, seq_len: int, *, training: bool = True) -> di
     streams = shape.architecture.streams
     virtual = streams.prefix if streams.num > 1 else 0
     seen = streams.num * ((seq_len + 1) / 2 + virtual)
-    attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * seen
+    attention = 4.0 * shape.num_layers * shape.num_heads * attention_width(shape) * seen
     logits = 2.0 * shape.vocab_size * shape.hidden
     return {
         "linear": factor * blocks,
@@ -244,32 +255,68 @@ def activation_bytes(
         seq_len: tokens of a sequence.
         microbatch: sequences.
         precision: fp32 or bf16.
-        recompute: none, or full: only each block's input is kept, and one block's all.
+        recompute: none; full: only each block's input is kept, and one block's all; elementwise:
+            the outputs of products and of attention are kept too, but of latent attention what is
+            compressed in place of what comes of it; half: of products every other.
         tp: tensor-parallel ranks.
         sp: they share the residual stream and the norms too, by token.
         layers: blocks on this rank; all if not given.
     """
     tokens = seq_len * microbatch * shape.architecture.streams.num
     count = shape.num_layers if layers is None else layers
-    if recompute == "full":
-        one = _block_bytes(shape, precision, tp, sp) * tokens
-        width = 2.0 if precision == "bf16" else 4.0
-        return count * tokens * shape.hidden * width / (tp if sp else 1) + one
-    return count * _block_bytes(shape, precision, tp, sp) * tokens
+    whole = _block_bytes(shape, precision, tp, sp) * tokens
+    if recompute == "none":
+        return count * whole
+    each = (2.0 if precision == "bf16" else 4.0) * shape.hidden / (tp if sp else 1)
+    if recompute != "full":
+        share = {"elementwise": 1.0, "half": 0.5}[recompute]
+        products, attention = _output_bytes(shape, precision, tp, sp, up=recompute == "half")
+        each += share * products + attention
+    return count * tokens * each + whole
+
+
+def _attended(shape: ModelShape) -> tuple[int, int, int]:
+    """Numbers of a token: in queries, keys and values, in attention's output, compressed ones."""
+    heads = shape.num_heads
+    if latent := latent_of(shape):
+        wide = latent.plain + latent.rotary
+        compressed = latent.query + latent.kv + latent.rotary
+        return heads * (2 * wide + latent.value), heads * latent.value, compressed
+    return (heads + 2 * shape.num_kv_heads) * shape.head_dim, heads * shape.head_dim, 0
+
+
+def _output_bytes(
+    shape: ModelShape, precision: str, tp: int, sp: bool, *, up: bool
+) -> tuple[float, float]:
+    """Bytes of the outputs of a block's products, and of attention, for one token.
+
+    ``up``: with those that latent attention gets from what is compressed.
+    """
+    c = 2.0 if precision == "bf16" else 4.0
+    D = shape.hidden
+    heads, out, compressed = _attended(shape)
+    if compressed and not up:
+        heads = 0
+    share = mixture_layers(shape) / shape.num_layers
+    wide, active = (2 if shape.gated else 1), shape.top_k + shape.num_shared_experts
+    ffn = (1 - share) * wide * shape.ffn_hidden + share * active * (wide * shape.expert_hidden + D)
+    inner = c * (heads + ffn) / tp + c * (2 - share) * D / (tp if sp else 1)
+    return inner + c * compressed, (c * out + 4.0 * shape.num_heads) / tp
 
 
 def _block_bytes(shape: ModelShape, precision: str, tp: int, sp: bool = False) -> float:
     """Bytes that one token leaves in one block, averaged over dense and mixture layers."""
     c = 2.0 if precision == "bf16" else 4.0
     D = shape.hidden
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    heads, out, compressed = _attended(shape)
     # Whole on every tensor rank: inputs of the two norms with their reciprocal roots, and
-    # the two norms' outputs, which feed matrix products.
+    # the two norms' outputs, which feed matrix products; what is compressed, and its norms.
     whole = 2 * (c * D + 4.0) + 2 * c * D
     # Rotated queries and keys, values, attention's output with its log-sum.
-    attention = c * (q + 2 * kv) + c * q + 4.0 * shape.num_heads
+    attention = c * (heads + out) + 4.0 * shape.num_heads
     if shape.qk_norm:
-        attention += c * (q + kv) + 4.0 * (shape.num_heads + shape.num_kv_heads)
+        norms = shape.num_heads + shape.num_kv_heads
+        attention += (c * shape.head_dim + 4.0) * norms
     inner = (2 if shape.gated else 1) + (2 if shape.gated else 1)  # inputs, and silu, product
     sparse = mixture_layers(shape)
     dense_ffn = inner * c * shape.ffn_hidden
@@ -277,7 +324,7 @@ def _block_bytes(shape: ModelShape, precision: str, tp: int, sp: bool = False) -
     experts = shape.top_k + shape.num_shared_experts
     sparse_ffn = experts * (inner * c * shape.expert_hidden + 2 * c * D) + 4.0 * shape.num_experts
     ffn = (1 - share) * dense_ffn + share * sparse_ffn
-    return whole / (tp if sp else 1) + (attention + ffn) / tp
+    return whole / (tp if sp else 1) + 2 * c * compressed + (attention + ffn) / tp
 
 
 def logits_bytes(

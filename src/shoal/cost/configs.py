@@ -18,16 +18,6 @@ from shoal.core.errors import ConfigError, ModelError, nearest
 from shoal.ir import ModelShape
 from shoal.ir.architecture import Architecture
 
-__all__ = [
-    "KINDS",
-    "ConfigKind",
-    "dtype_of",
-    "from_huggingface",
-    "notes",
-    "planned_only",
-    "read_config",
-]
-
 # Where a model of text and more keeps the configuration of its text.
 _TEXT_PARTS = ("text_config", "llm_config")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -136,6 +126,45 @@ def dtype_of(config: Mapping[str, Any]) -> str:
     return str(next(filter(None, named), "float32"))
 
 
+def _stored(config: Mapping[str, Any]) -> str:
+    """``stored`` of the shape; weights in few bits are scaled, and so are not exact in bf16."""
+    plain = dtype_of(config).endswith("bfloat16") and not config.get("quantization_config")
+    return "bf16" if plain else "fp32"
+
+
+def _weights(config: Mapping[str, Any]) -> str:
+    """``weights`` of the shape, as ``quantization_config`` says; plain where it is not known."""
+    given = config.get("quantization_config")
+    if not isinstance(given, dict):
+        return "plain"
+    method = str(given.get("quant_method", "")).lower()
+    if method in ("fp8", "mxfp4"):
+        return method
+    if method in ("awq", "gptq"):
+        bits = given.get("bits", given.get("w_bit", 4))
+        group = given.get("group_size", 128)
+        return _integers(bits, group) if isinstance(bits, int) else "plain"
+    if method == "bitsandbytes":
+        return "nf4-g64" if given.get("load_in_4bit") else "int8-channel"
+    if method == "modelopt":
+        algorithm = str(given.get("quant_algo", "")).lower()
+        return algorithm if algorithm in ("fp8", "nvfp4") else "plain"
+    groups = given.get("config_groups")  # of compressed-tensors
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    held = first.get("weights") if isinstance(first, dict) else None
+    bits = held.get("num_bits") if isinstance(held, dict) else None
+    if not isinstance(held, dict) or not isinstance(bits, int):
+        return "plain"
+    if held.get("type") == "float":
+        return {8: "fp8", 4: "nvfp4"}.get(bits, "plain")
+    return _integers(bits, held.get("group_size"))
+
+
+def _integers(bits: int, group: object) -> str:
+    shared = f"g{group}" if isinstance(group, int) and group > 0 else "channel"
+    return f"int{bits}-{shared}"
+
+
 def from_huggingface(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
     """The shape that a Hugging Face ``config.json`` describes.
 
@@ -170,8 +199,11 @@ def from_huggingface(config: Mapping[str, Any], *, name: str = "") -> ModelShape
         "qk_norm": bool(given.get("use_qk_norm", given.get("qk_norm", False))),
         "attention_bias": bool(given.get("attention_bias", False)),
         "family": kind,
+        "stored": _stored(plain),
+        "weights": _weights(plain),
         "architecture": architecture,
         **KINDS[kind].shape,
+        **_rope(given),
         **_experts(kind, given, where),
     }
     latent = _latent(given, where)
@@ -179,7 +211,7 @@ def from_huggingface(config: Mapping[str, Any], *, name: str = "") -> ModelShape
         raw |= {"num_kv_heads": heads, "head_dim": latent["nope"] + latent["rope"]}
     missing = [key for key, value in raw.items() if value is None]
     if missing:
-        raise ModelError(f"{label}: config.json lacks what gives {', '.join(missing)}; add it")
+        raise ModelError(f"{label}: config.json has no value for {', '.join(missing)}; add it")
     raw["attention"] = (
         "MLA"
         if latent
@@ -210,8 +242,8 @@ def notes(shape: ModelShape) -> tuple[str, ...]:
     if not planned_only(shape):
         return ()
     _, _, rest = shape.source.partition("; ")
-    one = f"{shape.name} is of type {shape.family}: it can be planned, but Shoal cannot run it"
-    return (f"{one}; its shape says less than its config.json: {rest}" if rest else one,)
+    one = f"{shape.name} is of type {shape.family}: it can be planned but not run by Shoal"
+    return (f"{one}; the shape leaves out parts of its config.json: {rest}" if rest else one,)
 
 
 def _text_part(config: Mapping[str, Any], label: str) -> tuple[str, Mapping[str, Any]]:
@@ -239,6 +271,15 @@ def _text_part(config: Mapping[str, Any], label: str) -> tuple[str, Mapping[str,
         + (f"{hint} " if hint else "")
         + "convert the model to one of these, or plan it from a shape file"
     )
+
+
+def _rope(given: Mapping[str, Any]) -> dict[str, float]:
+    """The base of the rotary positions, where the file says one for all layers."""
+    inner = given.get("rope_parameters")
+    base = (inner if isinstance(inner, dict) else given).get("rope_theta")
+    if isinstance(base, int | float) and not isinstance(base, bool) and base > 0:
+        return {"rope_base": float(base)}
+    return {}
 
 
 def _number(config: Mapping[str, Any], where: str, *keys: str) -> int | None:
@@ -269,8 +310,8 @@ def _experts(kind: str, config: Mapping[str, Any], where: str) -> dict[str, Any]
         stated = [k for k, v in config.items() if "expert" in k and type(v) is int and v > 0]
         if count is None and stated:
             raise ModelError(
-                f"{where}: {stated[0]} = {config[stated[0]]!r} speaks of experts, and nothing says "
-                f"how many there are; add one of {', '.join(_EXPERTS)}"
+                f"{where}: {stated[0]} = {config[stated[0]]!r} refers to experts, but their "
+                f"number is missing; add one of {', '.join(_EXPERTS)}"
             )
         wide = _number(config, where, "shared_intermediate_size")
         return {"ffn_hidden": wide} if wide else {}

@@ -18,8 +18,6 @@ from shoal.cost.shapes import resolve
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, TrainJob, Work
 
-__all__ = ["ScalingPoint", "scaling_report"]
-
 
 class ScalingPoint(Value):
     """A job on so many devices.

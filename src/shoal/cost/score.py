@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import sqlite3
 import time
@@ -23,7 +24,9 @@ from pydantic import ValidationError
 
 from shoal.core.errors import ShoalError, StoreError
 from shoal.core.files import shoal_home
-from shoal.cost.score_rows import ErrorSummary, ScoreRow, calibrate, machine_key, summarise
+from shoal.core.tables import ShownAsTables, Table
+from shoal.cost.score_rows import ErrorSummary, ScoreRow, machine_key, summarise
+from shoal.cost.score_rules import RunFacts, left_out, quantity_left_out
 from shoal.ir import Interval, Job, Machine, Report, kind_named, predictions
 
 __all__ = [
@@ -32,13 +35,12 @@ __all__ = [
     "Score",
     "ScoreRow",
     "ScoredQuantity",
-    "calibrate",
     "machine_key",
     "run_id",
     "summarise",
 ]
 
-VERSION = 3
+VERSION = 4
 
 # What brings a file from the version before to this one.
 _STEPS: dict[int, tuple[str, ...]] = {
@@ -72,6 +74,8 @@ _STEPS: dict[int, tuple[str, ...]] = {
         "OR json_extract(report, '$.versions.torch') LIKE '%+cpu%'",
         "CREATE INDEX reports_by_device ON reports (id, device)",
     ),
+    # Why a row does not count; Score.repair() fills it in for rows of older versions.
+    4: ("ALTER TABLE runs ADD COLUMN left_out TEXT NOT NULL DEFAULT ''",),
 }
 
 
@@ -149,7 +153,7 @@ def _ends(predicted: Interval | None) -> tuple[float | None, float | None, float
     return predicted.value, predicted.low, predicted.high
 
 
-class Score:
+class Score(ShownAsTables):
     """The store of all past predictions.
 
     Args:
@@ -181,15 +185,15 @@ class Score:
                     yield connection
         except sqlite3.Error as cause:
             raise StoreError(
-                f"{self.path}: {cause}; it should be a score of this product; "
-                "move it away to start a new one"
+                f"{self.path}: {cause}; this is not a valid score database; move it away to start "
+                f"a new one"
             ) from cause
 
     def _migrate(self, connection: sqlite3.Connection) -> None:
         version = int(connection.execute("PRAGMA user_version").fetchone()[0])
         if version > VERSION:
             raise StoreError(
-                f"{self.path}: written by a newer version (schema {version}, this one knows "
+                f"{self.path}: written by a newer version (schema {version}, this version supports "
                 f"{VERSION}); upgrade shoal-ml, or set SHOAL_HOME to another directory"
             )
         if version == VERSION:
@@ -203,12 +207,14 @@ class Score:
         }
         if version == 0 and tables:
             raise StoreError(
-                f"{self.path}: a database of something else (tables {', '.join(sorted(tables))}); "
+                f"{self.path}: a database of another program (tables {', '.join(sorted(tables))}); "
                 "give another path"
             )
         for step in range(version + 1, VERSION + 1):
             for statement in _STEPS[step]:
                 connection.execute(statement)
+        if version:
+            self._judge(connection)
         connection.execute(f"PRAGMA user_version={VERSION}")
 
     def register(self, path: Path, kind: str, name: str, model: str = "") -> str:
@@ -336,6 +342,68 @@ class Score:
                     if math.isfinite(measured)
                 ],
             )
+            self._judge(connection, cursor.lastrowid)
+
+    def repair(self) -> tuple[int, int]:
+        """Judge every row again by the rules of today.
+
+        Returns:
+            How many rows do not count any more, and how many count again.
+
+        Raises:
+            StoreError: the file cannot be read or written.
+        """
+        with self._open() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            return self._judge(connection)
+
+    def _judge(self, connection: sqlite3.Connection, newest: int | None = None) -> tuple[int, int]:
+        """Write into rows why they do not count: all rows, or those of the newest report."""
+        facts = self._facts(connection, newest)
+        groups: dict[str, list[RunFacts]] = {}
+        gone = again = 0
+        for run in facts:
+            before = groups.setdefault(run.group, [])
+            whole = left_out(run, before)
+            before.append(run)
+            if newest not in (None, run.number):
+                continue
+            rows = connection.execute(
+                "SELECT id, quantity, left_out FROM runs WHERE run = ?", (run.number,)
+            ).fetchall()
+            for row, quantity, was in rows:
+                why = whole or quantity_left_out(run, quantity)
+                if why != was:
+                    connection.execute("UPDATE runs SET left_out = ? WHERE id = ?", (why, row))
+                    gone, again = gone + (not was), again + (not why)
+        return gone, again
+
+    @staticmethod
+    def _facts(connection: sqlite3.Connection, newest: int | None) -> list[RunFacts]:
+        """What decides of every report, or of those that the newest one is compared with."""
+        result = connection.execute(
+            "SELECT r.id, coalesce(r.directory, r.kind || ' ' || r.name || ' ' || r.model), "
+            "r.device, coalesce((SELECT machine FROM runs WHERE run = r.id LIMIT 1), ''), "
+            "json_extract(r.report, '$.details.plans'), json_extract(r.report, '$.plan.minutes'), "
+            "json_extract(r.report, '$.measured'), d.path "
+            "FROM reports r LEFT JOIN run_dirs d ON d.id = r.directory "
+            "LEFT JOIN reports n ON n.id = ?1 WHERE ?1 IS NULL OR r.directory = n.directory OR "
+            "(r.directory IS NULL AND n.directory IS NULL AND r.kind = n.kind AND "
+            "r.name = n.name AND r.model = n.model) ORDER BY r.id",
+            (newest,),
+        )
+        return [
+            RunFacts(
+                number,
+                group,
+                device,
+                machine,
+                plans if plans is not None else _plans_at(path),
+                minutes,
+                json.loads(measured),
+            )
+            for number, group, device, machine, plans, minutes, measured, path in result
+        ]
 
     def rows(
         self,
@@ -351,7 +419,7 @@ class Score:
             quantity: only this one.
             machine: only those of this machine.
             jobs: read the jobs too, which takes time; without, :attr:`ScoreRow.job` is None.
-            scored: only those with a prediction for the kind of device that measured.
+            scored: only those with a prediction that nothing leaves out.
 
         Raises:
             StoreError: the file cannot be read.
@@ -359,10 +427,10 @@ class Score:
         key = None if machine is None else machine_key(machine)
         with self._open() as connection:
             result = connection.execute(
-                "SELECT recorded_s, name, model, machine, quantity, predicted, low, high, "  # noqa: S608
-                "measured, (SELECT device FROM reports WHERE id = run), run FROM runs "
+                "SELECT recorded_s, name, model, machine, quantity, predicted, low, high, "
+                "measured, (SELECT device FROM reports WHERE id = run), left_out, run FROM runs "
                 "WHERE (?1 IS NULL OR quantity = ?1) AND (?2 IS NULL OR machine = ?2) "
-                f"AND (NOT ?3 OR (predicted <> 0 AND NOT {_ELSEWHERE})) ORDER BY id",
+                "AND (NOT ?3 OR (predicted <> 0 AND left_out = '')) ORDER BY id",
                 (quantity, key, scored),
             ).fetchall()
             texts = (
@@ -391,6 +459,23 @@ class Score:
             result = connection.execute("SELECT kind, report FROM reports ORDER BY id").fetchall()
         return [self._parsed(*row) for row in result]
 
+    def counted_reports(self) -> list[tuple[Report[Any], frozenset[str]]]:
+        """Reports of which a prediction counts, with these quantities; oldest first.
+
+        Those that this version cannot read are left out.
+        """
+        with self._open() as connection:
+            result = connection.execute(
+                "SELECT kind, report, group_concat(quantity) FROM reports JOIN runs "
+                "ON run = reports.id WHERE predicted <> 0 AND left_out = '' "
+                "GROUP BY reports.id ORDER BY reports.id"
+            ).fetchall()
+        reports = []
+        for kind, text, quantities in result:
+            with contextlib.suppress(ShoalError):
+                reports.append((self._parsed(kind, text), frozenset(quantities.split(","))))
+        return reports
+
     def _parsed(self, kind: str, text: str) -> Report[Any]:
         try:
             return kind_named(kind).report_type.model_validate_json(text)
@@ -404,6 +489,32 @@ class Score:
         """Summary of the errors, quantity by quantity."""
         return summarise(self.rows(jobs=False, scored=True))
 
+    def figures(self, last: int) -> dict[str, Any]:
+        """So many of the newest rows, and the errors, for programs.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        rows = self.rows(jobs=False)[-last:]
+        return {
+            "rows": [row.model_dump(mode="json", exclude={"job"}) for row in rows],
+            "errors": [summary.model_dump(mode="json") for summary in self.errors()],
+        }
+
+    def __repr__(self) -> str:
+        counted = self.rows(jobs=False, scored=True)
+        return f"<score of {len(counted)} predictions in {self.path}>"
+
+    def tables(self, *, last: int = 20, everything: bool = False) -> Iterator[Table | str]:
+        """What people read; see :func:`~shoal.cost.score_tables.score_tables`.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        from shoal.cost.score_tables import score_tables
+
+        return score_tables(self.rows(jobs=False), self.errors(), last=last, everything=everything)
+
 
 _COLUMNS = (
     "recorded_s",
@@ -416,7 +527,13 @@ _COLUMNS = (
     "high",
     "measured",
     "device",
+    "left_out",
 )
+
+
+def _plans_at(path: str | None) -> int:
+    """Plans that a run has had, by what its directory keeps; 1 where it is gone."""
+    return 1 if path is None else 1 + sum(1 for _ in Path(path).glob("plan.*.yaml"))
 
 
 def _job(kind: str, text: str | None) -> Job | None:

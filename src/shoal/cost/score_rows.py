@@ -1,4 +1,4 @@
-"""Past predictions: how good they were, and what the next one is corrected by."""
+"""Past predictions and how good they were."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from pydantic import SerializeAsAny
 
 from shoal.core.config import Value
-from shoal.ir import Estimate, Job, Machine, TrainJob
-
-__all__ = ["MIN_ROWS", "ErrorSummary", "ScoreRow", "calibrate", "machine_key", "summarise"]
-
-# Past runs of a similar job from which a correction is made.
-MIN_ROWS = 3
+from shoal.cost.score_rules import measured_elsewhere
+from shoal.ir import Job, Machine
 
 
 class ScoreRow(Value):
@@ -30,6 +26,7 @@ class ScoreRow(Value):
         high: upper end.
         measured: what the run saw.
         device: kind of device it was measured on; empty where not recorded.
+        left_out: why it does not count; empty where it does.
         job: the job.
     """
 
@@ -43,13 +40,13 @@ class ScoreRow(Value):
     high: float | None = None
     measured: float
     device: str = ""
+    left_out: str = ""
     job: SerializeAsAny[Job] | None = None
 
     @property
     def elsewhere(self) -> bool:
         """It was predicted for one kind of device and measured on another."""
-        other = {"cpu": "gpu", "gpu": "cpu"}.get(self.device)
-        return other is not None and f"|{other}|" in self.machine
+        return measured_elsewhere(self.device, self.machine)
 
     @property
     def error(self) -> float | None:
@@ -121,72 +118,3 @@ def summarise(rows: Sequence[ScoreRow]) -> list[ErrorSummary]:
             )
         )
     return results
-
-
-def _similar(row: ScoreRow, job: TrainJob, model: str) -> bool:
-    """The past job ran the same model the same way; batch and length may differ."""
-    past = row.job
-    return (
-        isinstance(past, TrainJob)
-        and row.model == model
-        and past.precision == job.precision
-        and past.parallel == job.parallel
-        and past.compile == job.compile
-        and past.recompute == job.recompute
-        and past.optimizer.name == job.optimizer.name
-    )
-
-
-def calibrate(
-    estimate: Estimate, rows: Sequence[ScoreRow], *, job: TrainJob, machine: Machine
-) -> tuple[Estimate, str]:
-    """An estimate corrected by the past errors of similar jobs on the same machine.
-
-    With at least three such runs every time is multiplied by their median ratio of
-    measured to *uncorrected* prediction, and the interval takes the spread of the
-    ratios, widened for their small number. With fewer, nothing changes.
-
-    Args:
-        estimate: of ``job`` on ``machine``.
-        rows: past rows, of any machine and quantity.
-        job: the job.
-        machine: the machine.
-
-    Returns:
-        The estimate, and a note that says what was done; empty if nothing was.
-    """
-    key = machine_key(machine)
-    ratios = [
-        row.measured / row.predicted
-        for row in rows
-        if row.quantity == "step_s"
-        and row.machine == key
-        and not row.elsewhere
-        and row.predicted
-        and row.measured > 0
-        and _similar(row, job, job.model)
-    ]
-    if len(ratios) < MIN_ROWS:
-        return estimate, ""
-    logs = [math.log(ratio) for ratio in ratios]
-    middle = _percentile(logs, 0.5)
-    deviation = math.sqrt(sum((x - middle) ** 2 for x in logs) / (len(logs) - 1))
-    # Student's t for a 90 % interval of one further run.
-    quantile = {3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89}.get(len(logs), 1.75)
-    half = max(0.02, quantile * deviation * math.sqrt(1 + 1 / len(logs)))
-    bias = math.exp(middle)
-    step = estimate.step_s.value * bias
-    spread = math.exp(half) - 1
-    change: dict[str, object] = {
-        "step_s": type(estimate.step_s).around(step, spread),
-        "terms_s": {cause: seconds * bias for cause, seconds in estimate.terms_s.items()},
-    }
-    for name in ("total_s", "energy_j", "usd"):
-        interval = getattr(estimate, name)
-        if interval is not None:
-            change[name] = type(estimate.step_s).around(interval.value * bias, spread)
-    note = (
-        f"times x {bias:.2f} and interval +-{100 * spread:.0f} % by {len(ratios)} past runs of "
-        "such a job on this machine"
-    )
-    return estimate.model_copy(update=change), note

@@ -12,15 +12,12 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from itertools import combinations
-from pathlib import Path
 
 from shoal.core.config import parse
 from shoal.core.errors import ModelError, nearest
-from shoal.core.files import read_yaml
+from shoal.core.files import expanded, read_yaml
 from shoal.cost.configs import from_huggingface, read_config
 from shoal.ir import ModelShape, TrainJob
-
-__all__ = ["find", "names", "published", "resolve", "shape_of"]
 
 # Other names of shipped shapes: what people say, and models of the same shape.
 _ALIASES = {
@@ -45,6 +42,19 @@ _ASIDE = re.compile(
     r"dynamic|static|block|pertensor|quantized\.w\d+a\d+|q\d|0|k|m|s|v0\.\d|v1\.0|\d{4}"
 )
 _MOST_ASIDE = 8
+# Words of them that say how the files of a repository hold the weights.
+_FORMATS = {
+    "bf16": "plain",
+    "fp8": "fp8",
+    "fp4": "nvfp4",
+    "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4",
+    "awq": "int4-g128",
+    "gptq": "int4-g128",
+    "int4": "int4-g128",
+    "int8": "int8-channel",
+    "bnb": "nf4-g64",
+}
 
 
 @functools.cache
@@ -84,7 +94,8 @@ def find(name: str) -> ModelShape:
     """The shipped shape called ``name``; letter case, spaces and dashes do not matter.
 
     Of a Hugging Face repository, such as ``Qwen/Qwen3-14B-Instruct-FP8``, the part behind the
-    slash counts; words for training, format and date are dropped where the rest names a shape.
+    slash counts; words for training, format and date are dropped where the rest names a shape. A
+    word for a format says how its files hold the ``weights``.
 
     Raises:
         ModelError: there is none; the message has the nearest names.
@@ -101,7 +112,12 @@ def find(name: str) -> ModelShape:
             "describe your own in eight lines of YAML (docs/tutorials/plan-a-cluster.md, section "
             "2) and name the file"
         )
-    return _shape(_rows()[spelled])
+    shape = _shape(_rows()[spelled])
+    if _plain(name) in known:
+        return shape
+    words = re.split(r"[-_/. ]+", name.rpartition("/")[2].lower())
+    held = next((_FORMATS[word] for word in words if word in _FORMATS), shape.weights)
+    return shape.model_copy(update={"weights": held})
 
 
 def published(name: str) -> tuple[float, float]:
@@ -142,6 +158,10 @@ def _shape(row: Mapping[str, str]) -> ModelShape:
         attention_bias=row["attention_bias"] == "yes",
         attention=mechanism.group() if mechanism else "GQA",
         family=row["family"],
+        # Our own models are trained, and kept, in fp32; published ones are in bf16.
+        stored="fp32" if row["family"] == "Shoal" else "bf16",
+        weights=row["weights"] or "plain",
+        rope_base=float(row["rope_base"]) if row["rope_base"] else None,
         source="; ".join(notes),
     )
 
@@ -151,14 +171,19 @@ def resolve(model: str) -> ModelShape:
 
     Raises:
         ModelError: none of the three; or the directory's architecture is not supported.
-        ConfigError: the shape file has a wrong key or value.
+        ConfigError: the shape file has a wrong key or value, or this can be no path.
     """
-    path = Path(model).expanduser()
+    if not model.strip():
+        raise ModelError(
+            f"model = {model!r}: is empty; name a model such as Qwen3-14B, a directory with a "
+            "config.json, or a YAML file of a shape"
+        )
+    path = expanded(model)
     if path.is_dir():
         return from_huggingface(read_config(path / "config.json"), name=path.resolve().name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise ModelError(f"model = {model!r}: there is no such file; give a shape file's path")
+            raise ModelError(f"model = {model!r}: no such file; give a shape file's path")
         return parse(ModelShape, read_yaml(path), where=model)
     if path.suffix == ".json":
         return from_huggingface(read_config(path), name=path.resolve().parent.name)

@@ -1,6 +1,7 @@
 """ir: the values and protocols that all rooms exchange. Torch-free."""
 
 from shoal.ir.architecture import Architecture, FeedForward, Residual, Streams
+from shoal.ir.correction import Correction
 from shoal.ir.decoding import (
     MAX_NODES,
     DrafterCalibration,
@@ -14,6 +15,8 @@ from shoal.ir.decoding import (
 from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterReport, DrafterWork
 from shoal.ir.engine import (
     CompactingKVManager,
+    CountedStepCost,
+    CountingScheduler,
     ForkingKVManager,
     KVManager,
     KVPart,
@@ -34,6 +37,7 @@ from shoal.ir.job import (
     Evaluation,
     LayerGroup,
     Parallel,
+    Recomputation,
     Replan,
     TrainJob,
 )
@@ -74,6 +78,7 @@ from shoal.ir.serving import (
     HostLink,
     InFlight,
     Output,
+    Prompt,
     Request,
     SamplingParams,
     SchedulerLimits,
@@ -94,6 +99,9 @@ __all__ = [
     "Chunk",
     "CompactingKVManager",
     "Copy",
+    "Correction",
+    "CountedStepCost",
+    "CountingScheduler",
     "DecodePhaseScheduler",
     "Device",
     "Disagg",
@@ -141,9 +149,11 @@ __all__ = [
     "Preemption",
     "PrefillPhaseScheduler",
     "Progress",
+    "Prompt",
     "PurgingKVManager",
     "Quantity",
     "QueuedRunner",
+    "Recomputation",
     "Replan",
     "Report",
     "Request",

@@ -17,8 +17,6 @@ from shoal.core.config import Value
 from shoal.core.errors import ModelError, require
 from shoal.ir.routing import Routing
 
-__all__ = ["ALL_BIG", "Architecture", "FeedForward", "Residual", "Streams"]
-
 _PREFIX = "shoal_"
 # More than any router's scores differ by.
 ALL_BIG = 1e4
@@ -28,14 +26,15 @@ class Residual(Value):
     """When the output of a sub-layer reaches the residual stream; its name alone will do.
 
     Args:
-        name: ``standard``, at once; ``ladder``, one sub-layer late, so that its sum over
-            tensor-parallel ranks travels while the next one computes; ``desync``, of all ranks
-            now and then, and between that each rank adds what it has to a stream of its own.
-        layers: of the ladder: all, the upper half, or numbers of blocks; the others are standard.
-        every: of desync: one sum in so many sub-layers (two a block), and the last.
-        ranks: of desync: streams. Tensor parallelism is over as many ranks or none.
-        rewire: of a ladder or desync: its weights may come from a model that was trained
-            otherwise; said once, not written to directories.
+        name: when sub-layer outputs are added to the residual stream: ``standard``, immediately;
+            ``ladder``, one sub-layer later, so that the all-reduce overlaps with the next
+            sub-layer; ``desync``, all-reduced only in some sub-layers, with one stream per rank in
+            between.
+        layers: ladder: all, the upper half, or a list of blocks; the others are standard.
+        every: desync: sub-layers per all-reduce (a block has two); the last one is always reduced.
+        ranks: desync: number of streams; tensor parallelism is 1 or this number.
+        rewire: ladder, desync: allow weights of a model with another residual architecture; not
+            stored in directories.
     """
 
     name: Literal["standard", "ladder", "desync"] = "standard"
@@ -48,6 +47,25 @@ class Residual(Value):
     @classmethod
     def _named(cls, raw: Any) -> Any:
         return {"name": raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _of_its_name(self) -> Residual:
+        for option, given in (("every", self.every), ("ranks", self.ranks)):
+            require(
+                self.name == "desync" or given == type(self).model_fields[option].default,
+                f"residual.{option}",
+                given,
+                expected="desync in residual.name",
+                error=ModelError,
+            )
+        require(
+            self.name != "desync" or self.layers == "all",
+            "residual.layers",
+            self.layers,
+            expected="all in a model with desync",
+            error=ModelError,
+        )
+        return self
 
     @property
     def standard(self) -> bool:
@@ -90,27 +108,12 @@ class Residual(Value):
         Raises:
             ModelError: names them.
         """
-        for option, given in (("every", self.every), ("ranks", self.ranks)):
-            require(
-                self.name == "desync" or given == type(self).model_fields[option].default,
-                f"residual.{option}",
-                given,
-                expected="desync in residual.name",
-                error=ModelError,
-            )
         if self.name == "desync":
             require(
                 self.every <= 2 * num_layers,
                 "residual.every",
                 self.every,
                 expected=f"at most {2 * num_layers}, the sub-layers of {num_layers} blocks",
-                error=ModelError,
-            )
-            require(
-                self.layers == "all",
-                "residual.layers",
-                self.layers,
-                expected="all in a model with desync",
                 error=ModelError,
             )
         if isinstance(self.layers, tuple):
@@ -130,7 +133,8 @@ class Streams(Value):
         num: streams P.
         prefix: virtual tokens that each stream sees in every layer before the real ones; a single
             stream has none.
-        smoothing: share of the streams' mean in their learned mean, so that none of them dies.
+        smoothing: weight of the uniform mean in the learned mean of the streams, so that no stream
+            vanishes.
     """
 
     num: PositiveInt = Field(default=1, le=64)
@@ -147,10 +151,11 @@ class FeedForward(Value):
     """What the feed-forward layers are; the name alone will do.
 
     Args:
-        name: ``plain``, or ``duo``: a big one and a small one in every block, and a router.
-        small_ratio: width of the small one, as a share of the big one's.
-        router: who chooses big, small or nothing for a token: a trained layer, chance, or none
-            (``fixed``: always big).
+        name: ``plain``, or ``duo``: a big and a small feed-forward layer in every block, and a
+            router.
+        small_ratio: width of the small layer, as a fraction of the big one.
+        router: routing of tokens to big, small or no layer: trained (``linear``), ``random``, or
+            ``fixed`` (always big).
         shifts: (share of the all-big model's feed-forward operations, what is taken from a route's
             score for all of the big one's cost so that routers spend that share), shares rising;
             measured when routers are trained, for requests that ask for a share.
@@ -229,6 +234,24 @@ class Architecture(Value):
     ffn: FeedForward = FeedForward()
     moe: Routing = Routing()
 
+    @model_validator(mode="after")
+    def _one(self) -> Architecture:
+        given = {
+            "residual": self.residual.name != "standard",
+            "streams": self.streams.num > 1,
+            "ffn": self.ffn.name != "plain",
+            "moe.gate": self.moe.gate.name != "softmax",
+        }
+        require(
+            sum(given.values()) <= 1,
+            "architecture",
+            ", ".join(key for key, is_there in given.items() if is_there),
+            expected="one of them",
+            hint="leave the others out",
+            error=ModelError,
+        )
+        return self
+
     @property
     def name(self) -> str:
         """What makes the trained model another one, in one word; empty where nothing does."""
@@ -266,19 +289,6 @@ class Architecture(Value):
         Raises:
             ModelError: says which option.
         """
-        given = {
-            "residual": self.residual.name != "standard",
-            "streams": self.streams.num > 1,
-            "ffn": self.ffn.name != "plain",
-            "moe.gate": self.moe.gate.name != "softmax",
-        }
-        require(
-            sum(given.values()) <= 1,
-            "architecture",
-            ", ".join(key for key, is_there in given.items() if is_there),
-            expected="one of them",
-            error=ModelError,
-        )
         self.residual.check(num_layers)
 
     def to_huggingface(self, raw: dict[str, Any]) -> dict[str, Any]:

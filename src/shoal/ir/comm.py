@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from shoal.core.meter import Meter
 
-__all__ = ["Comm", "LocalParameter", "Pending", "ShardedModel", "Updater"]
-
 
 class Pending(Protocol):
     """A collective or a message under way."""
@@ -32,7 +30,6 @@ class Pending(Protocol):
         Raises:
             RankError: a peer is gone or did not come in time.
         """
-        ...
 
 
 class Comm(Protocol):
@@ -66,43 +63,33 @@ class Comm(Protocol):
         Args:
             groups: numbers in here; every rank in exactly one, each in rank order.
         """
-        ...
 
     def all_reduce(self, x: Tensor, *, tag: str, op: Literal["sum", "max"] = "sum") -> Pending:
         """Reduce ``x`` over all ranks, in place."""
-        ...
 
     def broadcast(self, x: Tensor, root: int, *, tag: str) -> Pending:
         """Copy ``x`` from rank ``root``, in place."""
-        ...
 
     def reduce(self, x: Tensor, root: int, *, tag: str) -> Pending:
         """Sum ``x`` over all ranks into rank ``root``, in place; elsewhere it is spoilt."""
-        ...
 
     def all_gather(self, out: Tensor, x: Tensor, *, tag: str) -> Pending:
         """``out`` [world * n, ...] becomes every rank's ``x`` [n, ...], in rank order."""
-        ...
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *, tag: str) -> Pending:
         """``out`` [n, ...] becomes this rank's part of the sum of ``x`` [world * n, ...]."""
-        ...
 
     def all_to_all(self, outs: Sequence[Tensor], xs: Sequence[Tensor], *, tag: str) -> Pending:
         """``outs[i]`` becomes what rank i has as its ``xs[rank]``; sizes may differ."""
-        ...
 
     def send(self, x: Tensor, target: int, *, tag: str) -> Pending:
         """Send ``x`` to rank ``target``; messages of a pair and tag arrive in order."""
-        ...
 
     def receive(self, out: Tensor, source: int, *, tag: str) -> Pending:
         """Receive into ``out`` what rank ``source`` sends with this tag."""
-        ...
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        ...
 
 
 class LocalParameter(NamedTuple):
@@ -128,19 +115,15 @@ class ShardedModel(Protocol):
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
         """Around one micro-batch; gradients travel with the ``last``."""
-        ...
 
     def finish(self) -> None:
         """Return when every gradient is the sum over all ranks."""
-        ...
 
     def owned(self) -> dict[str, Tensor]:
         """Parameter name -> the tensor that this rank's optimizer updates, local part."""
-        ...
 
     def held(self) -> dict[str, LocalParameter]:
         """Parameter name -> the part of it that this rank holds, owned or not."""
-        ...
 
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of the squares of the gradients of every parameter for which ``counts(name)``.
@@ -148,19 +131,15 @@ class ShardedModel(Protocol):
         A scalar, summed over the data-parallel ranks where these divide the gradients, and
         equal on all of them.
         """
-        ...
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a scalar."""
-        ...
 
     def publish(self) -> None:
         """After the update: make every rank see every new parameter."""
-        ...
 
     def writes(self, name: str) -> bool:
         """Whether this rank saves its part of the parameter ``name``."""
-        ...
 
 
 @runtime_checkable
@@ -169,12 +148,9 @@ class Updater(Protocol):
 
     def step(self, factor: float) -> None:
         """Update every parameter from its gradient; ``factor`` scales the learning rate."""
-        ...
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Parameter name -> state name -> tensor; a 0-d tensor is not split with the parameter."""
-        ...
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over a state with the same names and shapes."""
-        ...

@@ -16,17 +16,6 @@ from typing import Protocol, runtime_checkable
 
 from shoal.core.errors import ConfigError, require
 
-__all__ = [
-    "MAX_NODES",
-    "DrafterCalibration",
-    "Drafting",
-    "Expectation",
-    "SpeculationEstimator",
-    "TreePart",
-    "TreeSpec",
-    "VerificationCost",
-]
-
 # Nodes of a tree beside its root: a row of the attention kernel marks what it sees in 64 bits.
 MAX_NODES = 63
 
@@ -167,7 +156,6 @@ class SpeculationEstimator(Protocol):
         Raises:
             ShoalError: its files are missing or damaged.
         """
-        ...
 
 
 class TreePart(Protocol):
@@ -183,7 +171,6 @@ class TreePart(Protocol):
         Raises:
             ConfigError: it wants guesses that the drafter does not make.
         """
-        ...
 
 
 @runtime_checkable
@@ -192,11 +179,9 @@ class VerificationCost(Protocol):
 
     def seconds(self, rows: int) -> float:
         """Of a step of so many rows, roots and nodes together."""
-        ...
 
     def drafting_s(self, requests: int, nodes: int) -> float:
         """Of the guesses for so many requests, so many nodes each."""
-        ...
 
 
 @runtime_checkable
@@ -205,11 +190,9 @@ class Drafting(Protocol):
 
     def nodes(self, requests: int) -> int:
         """Nodes of the tree of each of so many requests that decode together; 0 for none."""
-        ...
 
     def observe(self, guessed: Sequence[int], accepted: Sequence[int]) -> None:
         """Of each request that was to guess: nodes of its tree, 0 for none, and those accepted."""
-        ...
 
     def took(self, requests: int, asked: int, nodes: int, seconds: float) -> None:
         """How long a step of decodes alone took.
@@ -220,4 +203,3 @@ class Drafting(Protocol):
             nodes: of all trees.
             seconds: of the step.
         """
-        ...

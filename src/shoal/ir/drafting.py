@@ -9,12 +9,11 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from shoal.core.config import Kind, Value
 from shoal.core.errors import ConfigError
 from shoal.core.parts import Choice
+from shoal.core.traits import check_beside
 from shoal.ir.estimate import Interval
 from shoal.ir.job_kind import Job
 from shoal.ir.plan import ModelPlan, Report
 from shoal.ir.shape import ModelShape
-
-__all__ = ["DrafterJob", "DrafterPlan", "DrafterReport", "DrafterWork"]
 
 
 class DrafterJob(Job):
@@ -26,24 +25,24 @@ class DrafterJob(Job):
         job: the kind of job.
         name: name of the run and of its directory.
         model: Hugging Face directory of the target.
-        drafter: what is trained, and how.
-        data: the text; None lets the target write it.
-        text: whose words the drafter learns to foresee: those of the data, or the target's own,
-            sampled; None takes the data where it is given.
-        temperatures: at which the target writes, in equal shares; 0 is greedy.
-        seq_len: tokens of one sequence, T.
+        drafter: the kind of draft model, and how it is trained.
+        data: the training text; None lets the target generate it.
+        text: what the draft model learns to predict: the text of `data`, or sampled output of the
+            target; None: the data if given.
+        temperatures: sampling temperatures of the target, in equal shares; 0 is greedy.
+        seq_len: tokens per sequence, T.
         batch: sequences of one step.
         tokens: training tokens; rounded up to whole steps.
-        read_tokens: tokens of text that are read or written; training goes over them again.
-        calibration_prompts: sequences that are kept out of training, whose greedy continuations
-            by the target say how often each guess is right.
+        read_tokens: tokens of text that are read or generated; training repeats them.
+        calibration_prompts: held-out sequences; acceptance rates are measured on the target's
+            greedy continuations of them.
         prompt_tokens: tokens of a prompt that the target continues.
-        lr_schedule: the learning rate's course, as a factor of the drafter's ``lr``.
+        lr_schedule: the learning-rate schedule, a factor of the drafter's ``lr``.
         grad_clip: largest global gradient norm; 0 for no clipping.
         precision: fp32, or bf16 compute with fp32 weights.
         threads: threads that compute; 0 for all cores.
-        seed: seed of everything random.
-        save_every: steps between states to go on from.
+        seed: random seed.
+        save_every: steps between saved states.
     """
 
     job: Literal["drafter"] = "drafter"
@@ -70,6 +69,16 @@ class DrafterJob(Job):
     def _consistent(self) -> Self:
         if self.text == "data" and self.data is None:
             raise ConfigError("text = data: there is no data; give data, or text = own")
+        if self.data is not None:
+            check_beside(
+                "data",
+                self.data,
+                "learns_answers",
+                has=False,
+                beside="a drafter",
+                why="a drafter has a loss on all of its text",
+                kind="corpus",
+            )
         if not self.temperatures:
             raise ConfigError("temperatures: none is given; give at least one, such as 0.7")
         if self.prompt_tokens >= self.seq_len:
@@ -101,12 +110,7 @@ class DrafterJob(Job):
 
 
 class DrafterWork(Value):
-    """What the estimate of a drafter reads.
-
-    Args:
-        shape: the target.
-        job: the job.
-    """
+    """What the estimate of a drafter reads."""
 
     shape: ModelShape
     job: DrafterJob

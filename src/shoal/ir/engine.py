@@ -25,20 +25,6 @@ from shoal.ir.serving import (
     Transfer,
 )
 
-__all__ = [
-    "CompactingKVManager",
-    "ForkingKVManager",
-    "KVManager",
-    "KVPart",
-    "PreemptPart",
-    "Preemption",
-    "QueuedRunner",
-    "Runner",
-    "Scheduler",
-    "SchedulerPart",
-    "StepCost",
-]
-
 
 @runtime_checkable
 class KVManager(Protocol):
@@ -55,7 +41,6 @@ class KVManager(Protocol):
     @property
     def num_free(self) -> int:
         """Blocks that can be given out, those of forgotten prefixes included."""
-        ...
 
     def match_prefix(self, request: Request) -> int:
         """Give a request without blocks those that hold the start of its tokens.
@@ -63,27 +48,21 @@ class KVManager(Protocol):
         Sets ``blocks`` and ``n_computed``; at least the last token is left to compute.
         Returns the number of tokens found.
         """
-        ...
 
     def allocate(self, request: Request, n_tokens: int) -> bool:
         """Make ``request.blocks`` hold ``n_tokens`` tokens; False, changing nothing, if full."""
-        ...
 
     def computed(self, request: Request) -> None:
         """The first ``n_computed`` tokens are in the cache now; full blocks can be shared."""
-        ...
 
     def free(self, request: Request) -> None:
         """Take all blocks away and set ``n_computed`` to 0."""
-        ...
 
     def fits(self, n_tokens: int) -> bool:
         """Whether a request of ``n_tokens`` could be held if it were alone."""
-        ...
 
     def stats(self) -> Mapping[str, float]:
         """Counters for metrics: ``blocks_used``, ``prefix_hit_tokens``, ``prefix_query_tokens``."""
-        ...
 
 
 @runtime_checkable
@@ -100,11 +79,9 @@ class ForkingKVManager(Protocol):
         Sets ``blocks`` and ``n_computed``; the last token of the prompt is left to compute.
         Returns the number of tokens found.
         """
-        ...
 
     def copies(self) -> tuple[Copy, ...]:
         """Blocks to copy before anything is computed, since the last call."""
-        ...
 
 
 @runtime_checkable
@@ -114,13 +91,9 @@ class PurgingKVManager(Protocol):
     def purge(self, blocks: Sequence[int]) -> list[int]:
         """Forget what these blocks hold, of which nothing must be found again.
 
-        Args:
-            blocks: of a request that has given them back.
-
         Returns:
             Those that no request holds.
         """
-        ...
 
 
 @runtime_checkable
@@ -135,7 +108,6 @@ class CompactingKVManager(Protocol):
         Changes their blocks. What is returned must be copied before anything is computed; no
         run is both read and written.
         """
-        ...
 
 
 @runtime_checkable
@@ -148,29 +120,31 @@ class Scheduler(Protocol):
         Raises:
             ServeError: it can never run: longer than ``max_position`` or than the cache.
         """
-        ...
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request; None if there is none of that id (any more)."""
-        ...
 
     def plan(self, now: float) -> Step:
         """What to compute next; an empty step if there is nothing to do."""
-        ...
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         """Take in what the step gave; requests aborted meanwhile are left out."""
-        ...
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold no blocks yet."""
-        ...
 
     @property
     def num_running(self) -> int:
         """Requests that hold blocks."""
-        ...
+
+
+@runtime_checkable
+class CountingScheduler(Scheduler, Protocol):
+    """A :class:`Scheduler` that can count decodes instead of naming them: ``Step.decodes``."""
+
+    def count_decodes(self) -> None:
+        """Count them from now on; each gets token 0, and there is an output now and then."""
 
 
 @runtime_checkable
@@ -183,11 +157,9 @@ class Preemption(Protocol):
     @property
     def moving(self) -> bool:
         """Whether copies between cache and host are planned or under way."""
-        ...
 
     def take(self, request: Request) -> None:
         """Take the blocks of a running or arriving request, and keep what is in them or not."""
-        ...
 
     def fetch(self, request: Request, running: int) -> Fetched:
         """Bring what the host holds of a request to its blocks, which hold all of its tokens.
@@ -196,19 +168,15 @@ class Preemption(Protocol):
         not before it is ``running`` again. Both set ``n_computed``. ``busy``: computing in its
         blocks would make the others wait; take them away and try again later.
         """
-        ...
 
     def wait(self, blocks: Sequence[int]) -> None:
         """These blocks are computed in by the step that is planned: it waits for what moves."""
-        ...
 
     def drop(self, request: Request, *, keep: bool) -> None:
         """A request has ended: take its blocks; ``keep`` what later requests may begin with."""
-        ...
 
     def kept(self, request: Request) -> int:
         """Tokens of a request that waits which need not be computed again."""
-        ...
 
     def launch(
         self, now: float, *, computing: bool, busy: bool
@@ -218,11 +186,9 @@ class Preemption(Protocol):
         ``computing``: it has chunks. ``busy``: there are requests; if none of them computes,
         the step waits for a transfer.
         """
-        ...
 
     def settle(self, done: Iterable[int], now: float) -> None:
         """These transfers are over; who was arriving by one of them is running."""
-        ...
 
 
 class PreemptPart(Protocol):
@@ -246,7 +212,6 @@ class PreemptPart(Protocol):
             link: how long copies take, where that is known.
             cost: how long computing again takes, where that is known.
         """
-        ...
 
 
 class KVPart(Protocol):
@@ -254,7 +219,6 @@ class KVPart(Protocol):
 
     def build(self, num_tokens: int) -> KVManager:
         """Bookkeeping for a cache of ``num_tokens`` tokens, rounded down to whole blocks."""
-        ...
 
 
 class SchedulerPart(Protocol):
@@ -264,7 +228,6 @@ class SchedulerPart(Protocol):
         self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> Scheduler:
         """A scheduler without requests; ``preemption`` is by recomputing if not given."""
-        ...
 
 
 class Runner(Protocol):
@@ -272,7 +235,6 @@ class Runner(Protocol):
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step; its keys and values go to the blocks of its requests."""
-        ...
 
 
 class QueuedRunner(Runner, Protocol):
@@ -286,11 +248,9 @@ class QueuedRunner(Runner, Protocol):
 
     def submit(self, step: Step) -> int:
         """Take a step to compute after those under way; returns its ticket without waiting."""
-        ...
 
     def collect(self) -> StepResult:
         """What the oldest step under way gave, once it is there."""
-        ...
 
 
 class StepCost(Protocol):
@@ -298,4 +258,13 @@ class StepCost(Protocol):
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step of chunks (tokens before it, tokens in it)."""
-        ...
+
+
+@runtime_checkable
+class CountedStepCost(StepCost, Protocol):
+    """A :class:`StepCost` that asks no more of decodes than their sums."""
+
+    def counted_seconds(
+        self, chunks: Sequence[tuple[int, int]], decodes: int, contexts: int
+    ) -> float:
+        """The same of a step with so many decodes beside, after so many tokens together."""

@@ -1,4 +1,4 @@
-"""A predicted number is an interval, and a predicted job says what binds it."""
+"""Predicted numbers, each with its interval, and the bottleneck of a predicted job."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pydantic import model_validator
 
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError
-
-__all__ = ["Estimate", "Interval"]
+from shoal.core.sizes import human_bytes
+from shoal.core.tables import Table, digits
 
 
 class Interval(Value):
@@ -49,6 +49,14 @@ class Interval(Value):
         return self.low <= number <= self.high
 
 
+def cells(interval: Interval | None, size: float = 1.0) -> tuple[str, str]:
+    """Value and ends in a unit of that size, as two cells of a table; empty for None."""
+    if interval is None:
+        return "", ""
+    value, low, high = (digits(x / size) for x in (interval.value, interval.low, interval.high))
+    return value, f"{low}-{high}" if interval.low < interval.high else ""
+
+
 class Estimate(Value):
     """What a job, or one part of it, costs.
 
@@ -65,6 +73,8 @@ class Estimate(Value):
         flops: floating-point operations of one step, all ranks.
         tokens: tokens of one step.
         total_s: seconds of the whole job, when its length is known.
+        whole_s: cause -> seconds of the whole job, which add up to ``total_s.value``; causes are
+            ``steps``, ``evaluation``, ``saves``, ``failures``.
         energy_j: joules of the whole job.
         usd: price of the whole job.
         bound: what limits the step: compute, memory, network, bubble or overhead.
@@ -77,6 +87,7 @@ class Estimate(Value):
     flops: float = 0.0
     tokens: float = 0.0
     total_s: Interval | None = None
+    whole_s: dict[str, float] = {}
     energy_j: Interval | None = None
     usd: Interval | None = None
     bound: str = ""
@@ -100,3 +111,24 @@ class Estimate(Value):
             low=self.tokens / step.high,
             high=self.tokens / step.low,
         )
+
+    def tables(
+        self,
+        *,
+        title: str = "step time by cause",
+        memory_title: str = "memory per rank",
+    ) -> list[Table]:
+        """Time of a step and memory by cause, of what is above 0."""
+        total = self.step_s.value
+        times = tuple(
+            (cause, f"{digits(1e3 * seconds)} ms", f"{seconds / total:.0%}")
+            for cause, seconds in sorted(self.terms_s.items(), key=lambda item: -item[1])
+            if seconds > 0
+        )
+        memory = tuple((k, human_bytes(size)) for k, size in self.memory_bytes.items() if size)
+        both = (title, ("", "", ""), times, " rr"), (memory_title, ("", ""), memory, " r")
+        return [
+            Table(title=words, columns=columns, rows=rows, right=right)
+            for words, columns, rows, right in both
+            if rows
+        ]

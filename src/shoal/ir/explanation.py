@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from shoal.core.config import Value
-from shoal.core.tables import Table
+from shoal.core.tables import Table, html, rich_table
 
 if TYPE_CHECKING:
-    from shoal.ir.machine import Machine
+    from rich.console import Console, ConsoleOptions, RenderableType
 
-__all__ = ["Explanation", "Progress", "Study", "Text"]
+    from shoal.ir.machine import Machine
 
 Progress = Callable[[float, float, str], None]
 """Called with (done, total, what is done)."""
@@ -44,6 +44,24 @@ class Explanation(Value):
         tables = [block for block in self.blocks if isinstance(block, Table)]
         return {table.title: table.records() for table in tables}
 
+    def __repr__(self) -> str:
+        titles = [block.title if isinstance(block, Table) else block for block in self.blocks]
+        return f"<explanation: {next((one for one in titles if one), 'empty')}>"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        for block in self.blocks:
+            yield block if isinstance(block, str) else rich_table(block)
+
+    def _repr_html_(self) -> str:
+        picture = self.picture if isinstance(self.picture, str) else self.picture()
+        drawn = [picture] if picture.lstrip().startswith("<svg") else []
+        return "\n".join([*map(html, self.blocks), *drawn])
+
 
 @runtime_checkable
 class Study(Protocol):
@@ -64,4 +82,3 @@ class Study(Protocol):
         Raises:
             ShoalError: an option does not fit the others, or the machine.
         """
-        ...

@@ -31,8 +31,6 @@ from shoal.core.hooks import Hook
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ORDER", "StepHook", "TensorSource", "TrainStep"]
-
 ORDER = (
     # What follows is recorded as of this step; a device that computes wrongly is refused first.
     "watch",
@@ -66,11 +64,9 @@ class TensorSource(Protocol):
 
     def names(self) -> Collection[str]:
         """Every tensor's name."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of a tensor."""
-        ...
 
     def tensor(
         self,
@@ -79,7 +75,6 @@ class TensorSource(Protocol):
         shape: tuple[int, ...] | None = None,
     ) -> Tensor:
         """A box of a tensor; all of it if no box is given."""
-        ...
 
 
 @dataclass

@@ -21,25 +21,17 @@ from pydantic import (
 )
 
 from shoal.core.config import Kind, Value, resolve
+from shoal.core.counts import Count
 from shoal.core.errors import ConfigError, PlanError, require
-from shoal.core.parts import Choice
+from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
 from shoal.ir.architecture import Architecture
 from shoal.ir.job_kind import Job
 from shoal.ir.layout import Layout
 from shoal.ir.watch import WatchPolicy
 
-__all__ = [
-    "TILES",
-    "CheckpointLevel",
-    "CheckpointPolicy",
-    "Evaluation",
-    "LayerGroup",
-    "Parallel",
-    "Replan",
-    "TrainJob",
-]
-
+Recomputation = Literal["none", "selective", "full", "stage"]
+"""What of a forward pass is computed again in the backward pass."""
 
 TILES = 4
 """Row tiles of one rank's share of the tokens; N ranks cut a product in N times as many."""
@@ -64,32 +56,34 @@ class Parallel(Value):
         cp: context-parallel ranks, which share every sequence.
         ep: expert-parallel ranks, a divisor of dp * cp * tp.
         etp: tensor-parallel ranks of an expert.
-        placer: which of the ep ranks have copies of experts that others own, for a step.
+        placer: which expert-parallel ranks hold copies of popular experts in a step.
         fold: experts' groups may take any ranks of a stage, neighbours first; else, as where all
             layers have one grid, only ranks that differ in dp, with etp = 1.
         vpp: pipeline stages of one rank.
         sp: shard norms and residuals over the tp ranks, by token (sequence parallelism).
-        vocab: who splits embedding and output layer: the tp ranks, the pp ranks in passes of
-            their own, or none; auto is tp where tp > 1, else none.
-        vocab_barriers: with vocab: pp, synchronisations of a micro-batch: 1 or 2.
-        scatter_gather: each tp rank sends its share of what crosses between stages, and the
-            receivers gather it among themselves.
+        vocab: which ranks shard embedding and output layer: tp, pp (in separate passes), or none;
+            auto is tp where tp > 1, else none.
+        vocab_barriers: with vocab: pp, synchronizations per micro-batch: 1 or 2.
+        scatter_gather: each tp rank sends its share of the states between stages, and the receivers
+            gather them.
         schedule: the order of the pipeline's passes.
-        context: how attention reaches the whole sequence where cp > 1.
-        overlap: what of tensor parallelism's communication travels while the products around
-            it are computed; tile cuts every split linear layer in row tiles, none does not.
-        expert_chunks: parts in which a layer's tokens travel to experts and back, forward and
-            backward (or one number for both): while one is computed the next ones travel. Auto
-            takes what the planner finds best on the machine's links.
-        expert_dispatch: the way of a layer's tokens to experts: flat, from rank to rank; 2dh, in
-            the node to the rank with the target's place, then between such ranks; 1dh, over the
-            first rank of every node. The last two take as many ranks of an ep group on each node.
-        gradient_slices: bytes of later blocks' gradients whose sum travels beside a block's
-            experts and beside the rest of its backward pass, for each block or one pair for all;
-            nothing: gradients travel as they fill buckets. Auto takes what the planner finds.
+        context: context parallelism: how attention works on a sequence that ranks share (cp > 1).
+        overlap: overlap of communication with computation: none; tile splits tensor-parallel linear
+            layers into row tiles, which are sent while the next ones are computed; with experts,
+            the tokens of one micro-batch are exchanged while another micro-batch is computed.
+        expert_chunks: chunks of a layer's tokens for the exchange with experts, forward and
+            backward (or one number for both); the exchange of a chunk overlaps with the computation
+            of another. Auto lets the planner choose.
+        expert_dispatch: all-to-all algorithm of expert parallelism: flat, directly between ranks;
+            2dh, first inside the node, then between ranks with the same local index; 1dh, through
+            the first rank of every node. 2dh and 1dh need the same number of ranks of an ep group
+            on each node.
+        gradient_slices: bytes of gradients of later blocks that are all-reduced during a block's
+            experts and during the rest of its backward pass, for each block or one pair for all;
+            empty: gradients are reduced as buckets fill. Auto lets the planner choose.
         order: axes from slowest to fastest; neighbours differ in the last.
-        stages: blocks of each stage, in order; if not given, the blocks are cut so that the
-            slowest stage is as fast as it can be.
+        stages: blocks of each stage, in order; by default chosen so that the slowest stage is as
+            fast as possible.
     """
 
     dp: PositiveInt = 1
@@ -107,7 +101,7 @@ class Parallel(Value):
     scatter_gather: bool = True
     schedule: Annotated[Choice, Kind("schedule")] = Choice(name="1f1b")
     context: Annotated[Choice, Kind("context")] = Choice(name="zigzag")
-    overlap: Literal["none", "tile"] = "none"
+    overlap: Literal["none", "tile", "experts"] = "none"
     expert_chunks: tuple[PositiveInt, PositiveInt] | Literal["auto"] = (1, 1)
     expert_dispatch: Literal["flat", "1dh", "2dh"] = "flat"
     gradient_slices: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] | Literal["auto"] = ()
@@ -212,8 +206,7 @@ class Parallel(Value):
 class LayerGroup(Value):
     """Consecutive blocks that run in one way; what is not given is as the job says.
 
-    The runtime runs groups that differ in ``recompute``; groups that differ in degrees or in
-    sharding are planned and priced, and refused when they are to be run.
+    Embedding, output layer and what stages hand on are as the job says, whatever the blocks do.
 
     Args:
         blocks: how many blocks.
@@ -273,18 +266,17 @@ class CheckpointPolicy(Value):
     """When to save and what to keep.
 
     Args:
-        every: steps between checkpoints; 0 for only at the end; auto for the interval that loses
-            the least time, by the failures and the stalls that are seen.
+        every: steps between checkpoints; 0 for only at the end; auto for the interval with the
+            least lost time, from the measured failures and stalls.
         keep: newest checkpoints kept; the last verified one is kept in any case.
-        path: where they lie, a directory or an address such as s3://bucket/run; the run's own
-            directory if not given.
-        levels: farther places that complete checkpoints are sent to, nearest first; a run that goes
-            on takes the newest from the nearest place that has it whole.
-        mode: how training and saving share the time.
-        memory: how the newest state is kept in the memory of processes that outlive the
-            trainers; None keeps it on the disk alone.
-        dump: with each checkpoint, let every rank also write what it holds as it lies, in the
-            files of another system, below ``dumps`` in the run's directory.
+        path: directory or address such as s3://bucket/run; by default the run's directory.
+        levels: further locations to which complete checkpoints are copied, nearest first; a resumed
+            run loads the newest one from the nearest location that has it complete.
+        mode: how saving overlaps with training.
+        memory: in-memory checkpoints, in processes that outlive the ranks; None: checkpoints on
+            disk only.
+        dump: with each checkpoint, every rank also writes its shards unchanged in the files of
+            another system, to ``dumps`` in the run's directory.
     """
 
     every: NonNegativeInt | Literal["auto"] = 100
@@ -303,26 +295,16 @@ class CheckpointPolicy(Value):
                 raise ValueError(f"levels: {place} is given twice; give each level its own place")
         return self
 
-    def fixed_every(self, who: str) -> int:
-        """Steps between checkpoints, for those who cannot choose while they run.
-
-        Raises:
-            ConfigError: the run is to choose.
-        """
-        if self.every == "auto":
-            raise ConfigError(f"checkpoint.every = auto: {who} takes a number of steps; give one")
-        return self.every
-
 
 class Replan(Value):
-    """When a run that goes on changes its plan.
+    """When a run changes to another plan while it trains.
 
     Args:
-        enabled: measure every step, and change to another plan where that pays.
-        gain: how much shorter, as a share of a step, another plan has to be predicted.
-        patience: consecutive steps in which it has to be.
+        enabled: measure every step, and change to a better plan.
+        gain: minimum predicted gain of another plan, as a fraction of the step time.
+        patience: number of consecutive steps with that gain.
         smoothing: weight of the newest step in the moving averages.
-        probe_every: most steps between two measurements of the links.
+        probe_every: maximum number of steps between two measurements of the links.
     """
 
     enabled: bool = False
@@ -344,50 +326,57 @@ class TrainJob(Job):
             converted.
         data: the corpus.
         tokenizer: path of a ``tokenizer.json``, or ``bpe`` to train one on the corpus.
-        packing: how documents fill sequences.
-        learn_after: text of one token; a sequence has no loss up to where it first stands, and a
-            masked-diffusion model sees all of that. None learns every token.
-        seq_len: tokens of one sequence, T.
+        packing: how documents fill sequences; the default for chats is ``best_fit``.
+        learn_after: text of one token; a sequence has a loss only after its first occurrence, and a
+            masked-diffusion model masks only later tokens. None: a loss on every token.
+        seq_len: tokens per sequence, T.
         global_batch: sequences of one step over all ranks, B.
         microbatch: sequences of one forward pass on one rank; None lets the planner
             choose.
-        batching: who computes which sequences of a step, so that long ones are shared by as many of
-            the data-parallel ranks as they need; None gives every rank as many rows.
+        batching: how sequences of a step are assigned to data-parallel ranks, several ranks sharing
+            a long one; None gives every rank the same number of rows.
         steps: optimizer steps; or give ``tokens`` or ``minutes``.
         tokens: training tokens; rounded up to whole steps.
-        minutes: wall time by the plan's own estimate; rounded to whole steps.
+        minutes: wall time, by the predicted step time; rounded to whole steps.
         optimizer: the update rule.
-        lr_schedule: the learning rate's course, as a factor of the optimizer's ``lr``.
+        lr_schedule: the learning-rate schedule, a factor of the optimizer's ``lr``.
         grad_clip: largest global gradient norm; 0 for no clipping.
-        precision: fp32, or bf16 compute with fp32 weights and optimizer state.
-        objective: what a plan should make small: time, cost (money) or energy.
+        precision: fp32, or bf16 compute with fp32 weights and optimizer state; fp8 and mxfp8 are
+            bf16 with such ``products``.
+        products: type of the blocks' products: same as the precision, or fp8 or mxfp8 (scaled by
+            tensor, or by 32 numbers) where the engine and the device have it.
+        engine: the program that runs the steps. Plans for accelerators are priced for it; Shoal's
+            own runtime runs its own, and ``--emit`` writes launch files for the others.
+        objective: what a plan minimizes: time, cost (money) or energy.
         parallel: degrees of parallelism.
         shard: what is sharded over the data-parallel ranks.
-        sync: how often they agree: in every step, or once a round of steps.
-        offload: what of the state lives in host memory or on disk, and is fetched when needed; in
-            the place of ``shard``.
-        activation: where that lies which the forward pass saves for the backward pass.
-        recompute: none; full (only each block's input is kept); or stage (only the input of
+        sync: how often data-parallel workers synchronize: every step, or once per round of steps.
+        offload: which state is kept in host memory or on disk and fetched when needed; replaces
+            ``shard``.
+        activation: where activations saved for the backward pass are stored.
+        recompute: none; selective (of each block its input and the outputs of products and
+            attention are kept); full (only each block's input is kept); or stage (only the input of
             a pipeline stage is kept).
-        layers: groups of blocks from first to last, where blocks run in different ways; their
-            numbers of blocks add up to the model's.
-        dropout: share of the outputs of attention and feed-forward that is dropped.
+        layers: groups of blocks with their own parallelism, from first to last; their block counts
+            add up to the model's.
+        dropout: dropout probability of the outputs of attention and feed-forward.
         compile: compile the model with ``torch.compile``.
         kernel: operator -> backend that must compute it, of rms_norm, rope and swiglu; dispatch
-            takes the fastest for others, and the plan keeps what it took. Of a mixture also
-            grouped_linear, for which counts of tokens choose in every step if nothing is said.
+            selects the fastest for others, and the plan stores the selection. For mixtures also
+            grouped_linear, selected in every step from token counts by default.
         threads: threads of one rank; 0 shares the cores among the ranks of a host.
-        seed: seed of everything random.
-        finetune: how a trained model is fine-tuned; None trains all of its weights.
-        base: where the frozen weights of a fine-tuned model lie: in memory of this job's own, or
-            shared with all jobs of this host that are tuned from the same directory.
+        seed: random seed.
+        finetune: fine-tuning method; None trains all weights.
+        base: storage of the frozen weights in fine-tuning: whole on every rank (own), matrices
+            sharded over the data-parallel ranks and gathered for each product (divided), or shared
+            with all jobs of this host on the same directory (shared).
         evaluation: when and how much to evaluate.
         checkpoint: when to save and what to keep.
         watch: what each rank records about itself.
-        replan: whether the run goes over to another plan when what it measures drifts.
-        timeout_s: a rank that makes no progress for so long is reported and ended.
+        replan: whether the run changes its plan when measurements drift.
+        timeout_s: time without progress after which a rank is reported and ended, s.
         log_every: steps between lines in the event file.
-        sinks: where events go besides the run's own ``events.jsonl``.
+        sinks: further destinations of events, besides the run's ``events.jsonl``.
     """
 
     job: Literal["train"] = "train"
@@ -403,19 +392,21 @@ class TrainJob(Job):
     microbatch: PositiveInt | None = None
     batching: Annotated[Choice, Kind("assigner")] | None = None
     steps: PositiveInt | None = None
-    tokens: PositiveInt | None = None
+    tokens: Count | None = None
     minutes: PositiveFloat | None = None
     optimizer: Annotated[Choice, Kind("optimizer")] = Choice(name="adamw")
     lr_schedule: Annotated[Choice, Kind("lr_schedule")] = Choice(name="cosine")
     grad_clip: NonNegativeFloat = 1.0
     precision: Literal["fp32", "bf16"] = "bf16"
+    products: Literal["same", "fp8", "mxfp8"] = "same"
+    engine: Literal["shoal", "megatron", "nemo", "torchtitan", "deepspeed", "accelerate"] = "shoal"
     objective: Literal["time", "cost", "energy"] = "time"
     parallel: Parallel = Parallel()
     shard: Annotated[Choice, Kind("shard")] = Choice(name="replicated")
     sync: Annotated[Choice, Kind("sync")] = Choice(name="every_step")
     offload: Annotated[Choice, Kind("offload")] | None = None
     activation: Annotated[Choice, Kind("activation")] = Choice(name="keep")
-    recompute: Literal["none", "full", "stage"] = "none"
+    recompute: Recomputation = "none"
     layers: tuple[LayerGroup, ...] = ()
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     compile: bool = False
@@ -423,7 +414,7 @@ class TrainJob(Job):
     threads: NonNegativeInt = 0
     seed: NonNegativeInt = 0
     finetune: Annotated[Choice, Kind("peft")] | None = None
-    base: Literal["own", "shared"] = "own"
+    base: Literal["own", "divided", "shared"] = "own"
     evaluation: Evaluation = Evaluation()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     watch: WatchPolicy = WatchPolicy()
@@ -432,19 +423,41 @@ class TrainJob(Job):
     log_every: PositiveInt = 1
     sinks: tuple[Annotated[Choice, Kind("sink")], ...] = ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled_out(cls, given: Any) -> Any:
+        """What one setting says of another that is not given.
+
+        ``precision: fp8`` is bf16 with such products. Answers are learned behind their whole
+        prompts, unless a packing is given.
+        """
+        if not isinstance(given, Mapping):
+            return given
+        more: dict[str, Any] = {}
+        if given.get("precision") in ("fp8", "mxfp8"):
+            more = {"products": given["precision"], **given, "precision": "bf16"}
+        data = given.get("data")
+        name = data.get("name") if isinstance(data, Mapping) else getattr(data, "name", data)
+        corpus = name if isinstance(name, str) and name in table("corpus") else None
+        if corpus and "packing" not in given and "learns_answers" in traits("corpus", corpus):
+            more = {**(more or given), "packing": "best_fit"}
+        return more or given
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         given = [key for key in ("steps", "tokens", "minutes") if getattr(self, key) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} are given; give one of them")
-        if self.global_batch % self.parallel.dp:
+        # Where nobody has set the batch, a planner does, for the machine.
+        known = "global_batch" in self.model_fields_set
+        if known and self.global_batch % self.parallel.dp:
             raise ConfigError(
                 f"parallel.dp = {self.parallel.dp}: {self.global_batch} sequences a step cannot be "
                 f"split evenly over {self.parallel.dp} ranks; make global_batch a multiple of it, "
                 f"or use at most {self.global_batch} ranks"
             )
         share = self.global_batch // self.parallel.dp
-        if self.microbatch is not None and share % self.microbatch:
+        if known and self.microbatch is not None and share % self.microbatch:
             raise ConfigError(
                 f"microbatch = {self.microbatch}: each of {self.parallel.dp} ranks has {share} "
                 f"sequences a step; give a divisor of {share}"
@@ -454,10 +467,10 @@ class TrainJob(Job):
                 f"packing = {self.packing.name} with learn_after: it is looked for once in a "
                 "sequence, so give packing padded, whose sequences are one document each"
             )
-        if self.layers and self.recompute == "stage":
+        if self.layers and self.recompute in ("stage", "selective"):
             raise ConfigError(
-                "recompute = 'stage' with layers: a stage is computed again as a whole; give none "
-                "or full, or leave layers out"
+                f"recompute = '{self.recompute}' with layers: groups of blocks are computed again "
+                "as a whole or not at all; give none or full, or leave layers out"
             )
         inner = self.parallel.dp * self.parallel.tp * self.parallel.cp
         for number, group in enumerate(self.layers):
@@ -480,6 +493,26 @@ class TrainJob(Job):
         """dp, tp and cp of a group of blocks."""
         split = self.parallel
         return group.dp or split.dp, group.tp or split.tp, group.cp or split.cp
+
+    @property
+    def layers_apart(self) -> bool:
+        """Some blocks have degrees or a sharding that are not the job's."""
+        p = self.parallel
+        return any(
+            self.degrees(group) != (p.dp, p.tp, p.cp) or group.shard not in (None, self.shard)
+            for group in self.layers
+        )
+
+    @property
+    def sends_again(self) -> bool:
+        """The backward pass repeats what the blocks' forward pass sends.
+
+        Shoal's own runtime calls a whole block again and keeps products; other engines call again
+        what they do not keep.
+        """
+        return self.recompute in ("full", "stage") or (
+            self.recompute == "selective" and self.engine == "shoal"
+        )
 
     def recomputed(self, num_layers: int) -> frozenset[int]:
         """Blocks of which only the input is kept for the backward pass."""

@@ -8,36 +8,26 @@ the entry point ``job.NAME`` of the group ``shoal.parts``.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from pydantic import field_validator
+
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError, ShoalError
+from shoal.core.files import expanded
 from shoal.core.parts import table
-from shoal.core.tables import Table
+from shoal.core.sizes import human_bytes
+from shoal.core.tables import Table, digits
+from shoal.core.theme import Mark
 
 if TYPE_CHECKING:
     from shoal.ir.estimate import Interval
     from shoal.ir.machine import Machine
     from shoal.ir.plan import Plan, Report
-
-__all__ = [
-    "Flag",
-    "Job",
-    "JobKind",
-    "Quantity",
-    "Watch",
-    "broken_kinds",
-    "compared",
-    "errors_of",
-    "kind_named",
-    "kind_of",
-    "kinds",
-    "predictions",
-    "quantities",
-]
 
 Watch = Callable[[dict[str, Any]], None]
 """Called with every event of a run as it happens."""
@@ -55,6 +45,13 @@ class Job(Value):
     job: str
     name: str
     model: str = ""
+
+    @field_validator("model")
+    @classmethod
+    def _possible(cls, model: str) -> str:
+        """A name or a path that a file system can have."""
+        expanded(model)
+        return model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +76,8 @@ class Quantity:
 
     @classmethod
     def of_bytes(cls, name: str, label: str) -> Quantity:
-        """Memory or traffic, shown in MiB."""
-        return cls(name=name, label=label, unit="MiB", factor=2.0**-20, better="lower")
+        """Memory or traffic, shown in MB."""
+        return cls(name=name, label=label, unit="MB", factor=1e-6, better="lower")
 
     @classmethod
     def of_time(cls, name: str, label: str, unit: Literal["ms", "s"] = "s") -> Quantity:
@@ -95,9 +92,9 @@ class Quantity:
 
     def text(self, value: float) -> str:
         """The value in the unit that people read."""
-        shown = value * self.factor
-        number = f"{shown:,.0f}" if abs(shown) >= 1000 else f"{shown:.4g}"
-        return f"{number} {self.unit}".strip()
+        if self.name.endswith("_bytes"):
+            return human_bytes(value)
+        return f"{digits(value * self.factor)} {self.unit}".strip()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +102,7 @@ class Flag:
     """A flag of the command line that sets one value of the job.
 
     Args:
-        name: without dashes, such as ``tokens``.
+        name: an identifier, such as ``seq_len`` for ``--seq-len``.
         path: of the value, such as ``data``.
         help: one line.
         read: makes the value of the text that was given; YAML if None.
@@ -120,6 +117,11 @@ class Flag:
 @runtime_checkable
 class JobKind(Protocol):
     """One kind of job.
+
+    A kind may also have what follows; the functions of this module say what holds without:
+    ``rests_on`` (paths of values that a prediction rests on), ``defaults(job, machine)``,
+    ``rank(job, machine, **options)``, ``tables(plans, verbose=...)``, ``pictures(plans)`` (SVG),
+    ``explain(plan)`` (an :class:`~shoal.ir.Explanation` of its price).
 
     Attributes:
         summary: what such a job does, one line.
@@ -147,7 +149,6 @@ class JobKind(Protocol):
         Raises:
             PlanError: there is none.
         """
-        ...
 
     def run(
         self,
@@ -167,7 +168,6 @@ class JobKind(Protocol):
             ConfigError: a run lies there and is not resumed.
             ShoalError: it cannot run.
         """
-        ...
 
     def report(self, plan: Any, directory: Path) -> Report[Any]:
         """The report of what a run has done so far, from the events in its directory.
@@ -175,19 +175,15 @@ class JobKind(Protocol):
         Raises:
             StoreError: nothing can be said yet.
         """
-        ...
 
     def predictions(self, plan: Any) -> Mapping[str, Interval]:
         """Quantity -> what the plan predicts of it; without a spread where it predicts none."""
-        ...
 
     def describe(self, plan: Any) -> str:
         """The choices of a plan in a few words, which distinguish it from the others."""
-        ...
 
     def results(self, report: Any, directory: Path) -> Sequence[Table | str]:
         """What people read below the comparison: other tables, and what lies where."""
-        ...
 
 
 _METHODS = ("plan", "run", "report", "predictions", "describe", "results")
@@ -246,6 +242,91 @@ def broken_kinds() -> dict[str, str]:
 def kind_of(plan: Plan[Any]) -> JobKind:
     """The kind of a plan's job."""
     return kind_named(plan.job.job)
+
+
+def defaults_of(kind: JobKind, job: Job, machine: Machine) -> Mapping[str, Any]:
+    """Dotted path -> what a job usually is on a machine, in the place of the type's defaults."""
+    method = getattr(kind, "defaults", None)
+    return {} if method is None else method(job, machine)
+
+
+def rank_options(kind: JobKind) -> tuple[str, ...]:
+    """Names of the keywords of the kind's search."""
+    method = getattr(kind, "rank", None)
+    return () if method is None else tuple(inspect.signature(method).parameters)[2:]
+
+
+def ranked(kind: JobKind, job: Job, machine: Machine, **options: Any) -> Sequence[Plan[Any]]:
+    """All plans that a search finds, best first; those that ``kind.plan`` gives without a search.
+
+    Args:
+        kind: of the job.
+        job: what is to be done.
+        machine: where.
+        **options: of the search, see :func:`rank_options`.
+
+    Raises:
+        PlanError: there is none.
+    """
+    method = getattr(kind, "rank", None)
+    return kind.plan(job, machine) if method is None else method(job, machine, **options)
+
+
+def plan_marks(plans: Sequence[Plan[Any]]) -> tuple[Mark, ...]:
+    """What a terminal marks of ranked plans: the best one, and those that do not fit."""
+    best: Mark = "headline" if plans[0].fits else "minor"
+    return (best, *("" if plan.fits else "minor" for plan in plans[1:]))
+
+
+def plan_tables(
+    kind: JobKind, plans: Sequence[Plan[Any]], *, verbose: bool = False
+) -> Sequence[Table | str]:
+    """Ranked plans for people: tables and sentences in the order in which they are read."""
+    method = getattr(kind, "tables", None)
+    if method is not None:
+        shown: Sequence[Table | str] = method(plans, verbose=verbose)
+        return shown
+    best, predicted = plans[0], kind.predictions(plans[0])
+    headline = next((one for one in kind.quantities if one.headline), None)
+    result: list[Table | str] = []
+    if len(plans) > 1 and headline is not None:
+        rows = []
+        for plan in plans:
+            value = kind.predictions(plan).get(headline.name)
+            text = "" if value is None else headline.text(value.value)
+            rows.append((kind.describe(plan), "yes" if plan.fits else "no", text))
+        columns = ("plan", "fits", headline.label)
+        title = "plans, best first"
+        marks = plan_marks(plans)
+        result.append(
+            Table(title=title, columns=columns, rows=tuple(rows), right="  r", marks=marks)
+        )
+    values = [(one, predicted[one.name]) for one in kind.quantities if one.name in predicted]
+    result.append(
+        Table(
+            title=f"{kind.describe(best)} on {best.machine.name}",
+            columns=("", "predicted", "90 % interval"),
+            rows=tuple(
+                (
+                    one.label,
+                    one.text(value.value),
+                    f"{one.text(value.low)} to {one.text(value.high)}"
+                    if value.low < value.high
+                    else "",
+                )
+                for one, value in values
+            ),
+            right=" rr",
+        )
+    )
+    if best.estimate is not None:
+        result += best.estimate.tables()
+    fits = "" if best.fits else "it does not fit"
+    return [
+        *result,
+        *(line for line in (best.why, fits) if line),
+        *map("note: {}".format, best.notes),
+    ]
 
 
 def predictions(plan: Plan[Any]) -> Mapping[str, Interval]:

@@ -18,8 +18,6 @@ import numpy as np
 
 from shoal.core.errors import PlanError, require
 
-__all__ = ["Layout"]
-
 
 @dataclass(frozen=True)
 class Layout:

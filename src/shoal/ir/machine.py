@@ -19,8 +19,7 @@ from pydantic import (
 
 from shoal.core.config import Value
 from shoal.core.errors import MachineError
-
-__all__ = ["Device", "Fabric", "Link", "Machine", "Measurement", "MemoryTier"]
+from shoal.ir.correction import Correction
 
 # No device of today reaches these; a file that claims more has a slipped unit.
 MAX_FLOPS = 1e17
@@ -47,10 +46,10 @@ class Measurement(Value):
         median: middle of the repeats.
         low: 5th percentile of the repeats.
         high: 95th percentile of the repeats.
-        repeats: how often it was measured.
+        repeats: number of repeats.
         at: size it was measured at (bytes, matrix edge ...), if there is one.
         plausible: the plausibility check held.
-        note: why it was skipped or is doubtful.
+        note: why it was skipped or is unreliable.
     """
 
     probe: str
@@ -88,8 +87,8 @@ class MemoryTier(Value):
             rate = getattr(self, field)
             if rate is not None and rate < MIN_MEMORY_BANDWIDTH:
                 raise MachineError(
-                    f"device.memory.{self.name}.{field} = {rate:g} B/s: no memory is so slow; "
-                    "write the rate in B/s (1 TB/s is 1e12)"
+                    f"device.memory.{self.name}.{field} = {rate:g} B/s: this is implausibly slow; "
+                    f"write the rate in B/s (1 TB/s is 1e12)"
                 )
         return self
 
@@ -113,8 +112,8 @@ class Link(Value):
     def _unit(self) -> Self:
         if self.bandwidth < MIN_BANDWIDTH:
             raise MachineError(
-                f"links.{self.scope}.bandwidth = {self.bandwidth:g} B/s: no link is so slow; "
-                "write the rate in B/s (400 Gbit/s is 5e10)"
+                f"links.{self.scope}.bandwidth = {self.bandwidth:g} B/s: this is implausibly "
+                f"slow; write the rate in B/s (400 Gbit/s is 5e10)"
             )
         if self.latency_s > MAX_LATENCY_S[self.scope]:
             raise MachineError(
@@ -159,12 +158,13 @@ class Fabric(Value):
             rate = getattr(self, field)
             if rate is not None and rate < MIN_BANDWIDTH:
                 raise MachineError(
-                    f"fabric.{field} = {rate:g} B/s: no link is so slow; write the rate in B/s "
+                    f"fabric.{field} = {rate:g} B/s: this is implausibly slow; write the rate in "
+                    f"B/s "
                     "(400 Gbit/s is 5e10)"
                 )
         if self.leaves > 1 and self.spines == 0:
             raise MachineError(
-                f"fabric.spines = 0: {self.leaves} leaves are joined by nothing; give 1 or more"
+                f"fabric.spines = 0: {self.leaves} leaves are not connected; give 1 or more"
             )
         return self
 
@@ -194,16 +194,17 @@ class Device(Value):
         name: product name.
         kind: cpu, or gpu for every device that is one rank's own: a GPU, a die of one, a TPU.
         num_cores: cores of a CPU; a rank may use some of them.
-        peak_flops: dtype -> FLOP/s that the hardware could do.
+        peak_flops: dtype -> peak FLOP/s of the hardware.
         matmul_flops: dtype -> FLOP/s that a large matrix product reaches.
         matmul_flops_1core: the same on one core of a CPU.
-        op_overhead_s: time a framework spends to launch one operator.
-        sustained: ``matmul_flops`` were measured in runs so long that power limited them, as it
-            does in a step.
+        op_overhead_s: launch overhead of one operator.
+        sustained: ``matmul_flops`` were measured in long runs, limited by power as in a training
+            step.
         memory: tiers from fastest to slowest; the main memory is named dram or hbm. Behind a GPU's
             hbm may be dram, the memory of its host, and disk; all devices of a node share these.
-        power_watts: draw under load.
-        idle_watts: draw while it waits.
+        power_watts: power under load, W.
+        idle_watts: idle power, W.
+        mtbf_hours: mean hours between its failures, with its share of the node.
     """
 
     name: str
@@ -217,6 +218,7 @@ class Device(Value):
     memory: tuple[MemoryTier, ...] = Field(min_length=1)
     power_watts: PositiveFloat | None = Field(default=None, le=100_000)
     idle_watts: PositiveFloat | None = Field(default=None, le=100_000)
+    mtbf_hours: PositiveFloat | None = Field(default=None, ge=1.0)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -251,8 +253,8 @@ class Device(Value):
         rate = main.read_bandwidth
         if self.kind == "gpu" and rate is not None and rate < MIN_GPU_BANDWIDTH:
             raise MachineError(
-                f"device {self.name}: memory.{main.name}.read_bandwidth = {rate:g} B/s; no "
-                "accelerator's memory is so slow; write the rate in B/s (1 TB/s is 1e12)"
+                f"device {self.name}: memory.{main.name}.read_bandwidth = {rate:g} B/s; this is "
+                f"implausibly slow; write the rate in B/s (1 TB/s is 1e12)"
             )
 
     def _power_possible(self) -> None:
@@ -291,22 +293,23 @@ class Machine(Value):
 
     Args:
         name: a short name, the file's stem.
-        provenance: how most of the numbers came to be.
+        provenance: origin of most of the numbers.
         nodes: number of nodes, of all sites.
         devices_per_node: devices of a node; 1 for a CPU node.
         devices_per_package: neighbouring devices with a faster link between them, as the dies of
             one module; a divisor of ``devices_per_node``.
-        node_size: devices that a node has room for; a shorthand fills nodes of so many.
-        sites: places of equal size that a wide-area link joins; a divisor of ``nodes``.
-        device: what each of them is.
+        node_size: devices per node in shorthands.
+        sites: sites of equal size, connected by a wide-area link; a divisor of ``nodes``.
+        device: the device.
         links: scope -> link.
-        fabric: switches between the nodes of a site, where they are known.
+        fabric: switches between the nodes of a site, if known.
         usd_per_device_hour: rental price.
-        overhead_watts: the rest of a node.
+        overhead_watts: power of the rest of a node, W.
         sources: dotted field -> where its number comes from.
-        measurements: what the probes saw.
+        measurements: measurements of the probes.
         noise: half-width of the probes' 90 % interval, as a share; None if declared.
         fingerprint: CPU model, core count, kernel, versions.
+        calibration: corrections of predicted times from runs on this machine.
     """
 
     name: str
@@ -325,6 +328,7 @@ class Machine(Value):
     measurements: tuple[Measurement, ...] = ()
     noise: NonNegativeFloat | None = None
     fingerprint: dict[str, str] = {}
+    calibration: tuple[Correction, ...] | None = None
 
     @model_validator(mode="after")
     def _linked(self) -> Self:
@@ -394,3 +398,12 @@ class Machine(Value):
     def link(self, scope: str) -> Link | None:
         """The link of this scope, or None."""
         return next((link for link in self.links if link.scope == scope), None)
+
+    def correction(self, engine: str, quantity: str, model: str) -> Correction | None:
+        """The correction of a predicted time: that of the model, else that of all others."""
+        own = {
+            one.model: one
+            for one in self.calibration or ()
+            if (one.engine, one.quantity) == (engine, quantity)
+        }
+        return own.get(model) or own.get("")

@@ -29,8 +29,6 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.core.random import generator
 
-__all__ = ["BlockMap", "Mask", "MaskRange", "Seen"]
-
 RangeKind = Literal["full", "causal", "inv_causal", "bicausal"]
 Seen = Literal["nothing", "everything", "mixed"]
 

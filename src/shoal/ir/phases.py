@@ -13,8 +13,6 @@ from typing import Protocol, runtime_checkable
 from shoal.ir.engine import KVManager, Scheduler
 from shoal.ir.serving import Request, SchedulerLimits
 
-__all__ = ["DecodePhaseScheduler", "Dispatcher", "PhasePart", "PrefillPhaseScheduler"]
-
 
 @runtime_checkable
 class PrefillPhaseScheduler(Scheduler, Protocol):
@@ -25,7 +23,6 @@ class PrefillPhaseScheduler(Scheduler, Protocol):
 
     def release(self, request_id: str) -> None:
         """The blocks of a held request were fetched; nothing happens if it is gone already."""
-        ...
 
 
 @runtime_checkable
@@ -37,11 +34,9 @@ class DecodePhaseScheduler(Scheduler, Protocol):
 
         Those of the prompt, ``n_prompt`` tokens, go to ``request.blocks``.
         """
-        ...
 
     def arrived(self, request_id: str) -> None:
         """What was fetched is there; nothing happens if the request is gone meanwhile."""
-        ...
 
 
 class PhasePart(Protocol):
@@ -49,7 +44,6 @@ class PhasePart(Protocol):
 
     def build(self, kv: KVManager, limits: SchedulerLimits) -> Scheduler:
         """An empty :class:`PrefillPhaseScheduler` or :class:`DecodePhaseScheduler`."""
-        ...
 
 
 class Dispatcher(Protocol):
@@ -57,16 +51,12 @@ class Dispatcher(Protocol):
 
     def prompt(self, request_id: str, n_tokens: int) -> int:
         """The instance that computes a prompt of so many tokens."""
-        ...
 
     def prompted(self, request_id: str) -> None:
         """Its first token is there, or it was given up."""
-        ...
 
     def decode(self, request_id: str, n_tokens: int) -> int:
         """The instance that generates for a request of so many tokens up to now."""
-        ...
 
     def ended(self, request_id: str) -> None:
         """It is over, however it ended."""
-        ...

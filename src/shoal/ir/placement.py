@@ -28,25 +28,6 @@ from typing import Literal, TypeAlias
 from shoal.core.boxes import Box
 from shoal.core.errors import PlanError, require
 
-__all__ = [
-    "Axis",
-    "Broadcast",
-    "Mesh",
-    "Partial",
-    "Placement",
-    "Reduction",
-    "Split",
-    "check_placement",
-    "chunk",
-    "coordinates",
-    "every_placement",
-    "largest_part",
-    "local_box",
-    "parse_mesh",
-    "parse_placement",
-    "show_placement",
-]
-
 Reduction: TypeAlias = Literal["sum", "max"]
 Mesh: TypeAlias = tuple[int, ...]
 """Ranks of each axis, slowest first."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from shoal.core.config import Value
+from shoal.core.sizes import human_bytes
+from shoal.core.tables import Table, digits, html, rich_table
 from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.job import TrainJob
 from shoal.ir.job_kind import Job
@@ -12,16 +15,8 @@ from shoal.ir.machine import Machine
 from shoal.ir.serve_job import ServeJob
 from shoal.ir.shape import ModelShape
 
-__all__ = [
-    "ModelPlan",
-    "Plan",
-    "Report",
-    "ServePlan",
-    "ServeReport",
-    "TrainPlan",
-    "TrainReport",
-    "Work",
-]
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 J = TypeVar("J", bound=Job)
 P = TypeVar("P", bound="Plan[Any]")
@@ -51,7 +46,7 @@ class Plan(Value, Generic[J]):
         predicted: quantity -> interval, under the names of the kind's quantities.
         planner: name of the part that made the plan.
         fits: whether the memory is enough.
-        why: why this plan, in a sentence, and what the bottleneck is.
+        why: reason for this plan, in a sentence, and what the bottleneck is.
         notes: what a reader should know, such as parts that cannot run here yet.
     """
 
@@ -63,6 +58,23 @@ class Plan(Value, Generic[J]):
     fits: bool = True
     why: str = ""
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        from shoal.ir.job_kind import kind_of
+
+        words = [kind_of(self).describe(self)]
+        if self.estimate is not None:
+            step, unit = self.estimate.step_s, "s"
+            if step.value < 1:
+                step, unit = step.scaled(1e3), "ms"
+            value, low, high = map(digits, (step.value, step.low, step.high))
+            words.append(f"step {value} {unit} ({low} to {high})")
+            words.append(f"{human_bytes(self.estimate.memory_total)} per rank")
+        fits = "" if self.fits else ", does not fit"
+        return f"<{self.job.job} plan on {self.machine.name}: {', '.join(words)}{fits}>"
+
+    def __str__(self) -> str:
+        return repr(self)
 
 
 class ModelPlan(Plan[J], Generic[J]):
@@ -95,9 +107,42 @@ class Report(Value, Generic[P]):
     versions: dict[str, str] = {}
     device: Literal["", "cpu", "gpu"] = ""
 
+    def table(self) -> Table:
+        """What was measured beside what was predicted, as people read it."""
+        from shoal.ir.job_kind import compared
+
+        job = self.plan.job
+        return Table(
+            title=f"{job.job} {job.name} on {self.plan.machine.name}",
+            columns=("", "predicted", "measured", "error"),
+            rows=tuple(compared(self)),
+            right=" rrr",
+        )
+
+    def __repr__(self) -> str:
+        return f"<report of {self.table().title}: {len(self.measured)} quantities measured>"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        yield rich_table(self.table())
+
+    def _repr_html_(self) -> str:
+        return html(self.table())
+
 
 class TrainPlan(ModelPlan[TrainJob]):
-    """A training job's plan: its estimate is of one optimizer step."""
+    """A training job's plan: its estimate is of one optimizer step.
+
+    Args:
+        minutes: wall time that the number of steps was taken from; None where the job names its
+            length in steps or tokens.
+    """
+
+    minutes: float | None = None
 
 
 class TrainReport(Report[TrainPlan]):

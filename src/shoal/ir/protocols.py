@@ -8,8 +8,6 @@ from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 
-__all__ = ["Part"]
-
 
 @runtime_checkable
 class Part(Protocol):
@@ -22,4 +20,3 @@ class Part(Protocol):
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """What this part adds to one step of ``work`` on ``machine``."""
-        ...

@@ -11,8 +11,6 @@ from shoal.core.config import Value
 from shoal.core.errors import ModelError, require
 from shoal.core.parts import Choice, table
 
-__all__ = ["Routing"]
-
 # A capacity of 6.000000000000001 tokens is meant to be 6.
 _ROUNDING = 1e-9
 
@@ -24,9 +22,9 @@ class Routing(Value):
     token is dropped, since what a token gets must not depend on who is served beside it.
 
     Args:
-        gate: how scores become experts and weights.
-        capacity_factor: an expert takes at most this times the mean number of tokens, those of the
-            highest scores; None drops no token.
+        gate: how experts are selected from router scores.
+        capacity_factor: maximum tokens of an expert, as a multiple of the mean; tokens with lower
+            scores are dropped. None drops no token.
         scope: among which tokens capacity counts: those of a ``full-sequence``, wherever they are,
             or a ``sub-sequence``, all that a rank has at once, which needs no communication; what
             is dropped then depends on split and micro-batch.

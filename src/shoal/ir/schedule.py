@@ -33,8 +33,6 @@ from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 
-__all__ = ["KINDS", "Event", "LinkModel", "Op", "OpCosts", "Schedule", "SchedulePart"]
-
 Kind = Literal["F", "B", "I", "W", "EF", "EB", "S", "T"]
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "EF", "EB", "S", "T")
@@ -46,7 +44,6 @@ class Op(NamedTuple):
     Args:
         kind: one of :data:`KINDS`.
         stage: the stage, or the shard of the vocabulary.
-        mb: the micro-batch.
     """
 
     kind: str
@@ -301,7 +298,6 @@ class LinkModel(Protocol):
 
     def seconds(self, source: int, target: int, nbytes: float) -> float:
         """Seconds from the start of sending to the end of receiving; 0 within a rank."""
-        ...
 
 
 class Event(NamedTuple):
@@ -309,9 +305,6 @@ class Event(NamedTuple):
 
     Args:
         rank: by whom.
-        op: what.
-        start: s after the step began.
-        end: s after the step began.
     """
 
     rank: int
@@ -332,7 +325,6 @@ class SchedulePart(Protocol):
 
         A part that offers nothing leaves it out: a planner then never proposes it.
         """
-        ...
 
     def build(self, pp: int, microbatches: int, vpp: int = 1) -> Schedule:
         """The schedule of ``pp`` ranks with ``vpp`` stages each.
@@ -340,16 +332,12 @@ class SchedulePart(Protocol):
         Raises:
             PlanError: numbers that it does not fit; names those that it would.
         """
-        ...
 
     def bubble(self, pp: int, microbatches: int, vpp: int = 1) -> float:
         """Idle time of a rank as a share of its work, for equal stages and free transfers."""
-        ...
 
     def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
         """Most micro-batches whose activations, of all its layers, the fullest rank holds."""
-        ...
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes that one rank sends to its neighbours in one step, and their seconds."""
-        ...

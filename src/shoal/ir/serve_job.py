@@ -22,8 +22,6 @@ from shoal.ir.job_kind import Job
 from shoal.ir.serving import Arrival, SchedulerLimits
 from shoal.ir.shape import ModelShape
 
-__all__ = ["Disagg", "Phase", "ServeJob", "ServeParallel", "ServeWork"]
-
 
 class Phase(Value):
     """The instances of one phase of serving.
@@ -72,19 +70,24 @@ class ServeParallel(Value):
     """How the model of a serving engine is split over ranks.
 
     Args:
-        tp: ranks that share every layer.
-        pp: stages, each with layers of its own.
-        in_flight: steps that are under way at once; None for as many as there are stages.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        dp: data-parallel attention: groups of ``tp`` ranks with their own requests and shared
+            experts; limits of a step apply to a group.
+        ep: ranks that divide the experts of a layer; each expert is split over the others.
+        in_flight: steps in flight; None for the number of stages.
     """
 
     tp: PositiveInt = 1
     pp: PositiveInt = 1
+    dp: PositiveInt = 1
+    ep: PositiveInt = 1
     in_flight: PositiveInt | None = None
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.dp
 
     @property
     def depth(self) -> int:
@@ -100,42 +103,37 @@ class ServeJob(Job):
         name: name of the run.
         model: a Hugging Face directory; for planning also a shipped shape.
         precision: dtype of weights and cache; auto takes that of the model's files.
-        scheduler: who runs now.
-        disagg: instances for prompts and for generation; None computes both in one engine, by
-            ``scheduler``.
+        scheduler: which requests run in the next step.
+        disagg: separate prefill and decode instances; None computes both in one engine.
         parallel: ranks that share the model; one process without.
-        kv: who holds which block of the cache.
-        kv_tokens: tokens that the cache of an instance holds; None takes what the memory allows,
-            up to ``max_running`` requests of full length.
-        preempt: what becomes of the cache of a request that has to give its blocks back.
-        host_tokens: tokens that host memory holds for that; None takes as many as the cache
-            holds, or none with ``preempt = recompute``.
-        kv_format: how the cache keeps keys and values.
+        kv: how cache blocks are managed.
+        kv_tokens: cache size of an instance in tokens; None: what fits in memory, up to
+            ``max_running`` requests of full length.
+        preempt: what happens to the cache of a preempted request.
+        host_tokens: cache size in host memory in tokens; None: that of the cache, or none with
+            ``preempt = recompute``.
+        kv_format: storage format of keys and values.
         weights: format of the matrices of linear layers, such as int4-g128; plain leaves them in
             the precision of the job. A directory that is quantized has its own.
-        memory: where the weights of the layers lie.
-        kernel: operator -> backend that must compute it; dispatch takes the fastest for others.
-        decode: how scores become text: one token after the other; by workers at once; or, of a
-            model of masked diffusion, many places at once.
-        exact: the numbers of a request have the same bits whatever other requests run beside it.
-        speculative: who guesses several tokens a step, which the model verifies; None decodes one
-            token a step.
-        lossless: refuse an acceptance of guesses that changes what the model would say.
-        max_running: most requests in one step.
-        max_step_tokens: most tokens in one step; long prompts are cut to fit.
-        max_position: most tokens of one request, prompt and output; None for the model's.
-        adapters: name that requests call -> adapter directory, loaded with the model.
-        max_adapters: adapters that can be in memory; those of ``adapters`` alone if it is 0.
+        memory: where the weights of the layers are stored.
+        kernel: operator -> backend; the fastest one for other operators.
+        decode: the decoding method: autoregressive, by concurrent workers, or by masked diffusion.
+        exact: results of a request are bit-identical, independent of other requests.
+        speculative: speculative decoding; None decodes one token per step.
+        lossless: reject acceptance rules that change the output distribution.
+        max_running: maximum number of requests in a step.
+        max_step_tokens: maximum number of tokens in a step; long prompts are split.
+        max_position: maximum tokens of a request, prompt and output; None for the model's maximum.
+        adapters: model name in requests -> adapter directory, loaded with the model.
+        max_adapters: maximum number of adapters in memory; 0 for those of ``adapters`` only.
         max_adapter_rank: largest rank of an adapter.
-        threads: threads that compute; 0 for all cores but one, which HTTP needs: with every core
-            taken, each token sent makes the threads of a step wait for each other. Replicas
-            share them.
-        replicas: engines of their own behind one address.
-        balancer: which of them answers a request.
+        threads: compute threads; 0 for all cores but one, which serves HTTP. Replicas share them.
+        replicas: number of engines behind one address.
+        balancer: how requests are assigned to replicas.
         launcher: where replicas run: processes of this machine, or actors of a Ray cluster.
-        engine: the program that a plan for accelerators is priced for: shoal, vllm, sglang or
-            trtllm. Only shoal runs here.
-        workload: what arrives, for planning and benchmarks.
+        engine: the program that a plan is priced for: shoal, vllm, sglang, trtllm or llamacpp.
+            Only shoal runs here.
+        workload: the workload, for planning and benchmarks.
         seed: seed of the workload.
     """
 
@@ -168,7 +166,7 @@ class ServeJob(Job):
     replicas: PositiveInt = 1
     balancer: Annotated[Choice, Kind("balancer")] = Choice(name="prefix_aware")
     launcher: Annotated[Choice, Kind("pool")] = Choice(name="local")
-    engine: Literal["shoal", "vllm", "sglang", "trtllm"] = "shoal"
+    engine: Literal["shoal", "vllm", "sglang", "trtllm", "llamacpp"] = "shoal"
     workload: Annotated[Choice, Kind("workload")] = Choice(name="chat")
     seed: NonNegativeInt = 0
 
@@ -280,7 +278,6 @@ class ServeWork:
     """What a serving plan is made for, which ``candidates`` of its parts read.
 
     Args:
-        shape: the model.
         job: as it was asked for, with the longest request as ``max_position``.
         arrivals: what comes, in the order of time; at least one.
         room: tokens that the memory of a device has for the cache.

@@ -5,31 +5,10 @@ Who exchanges them is in :mod:`shoal.ir.engine`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
-
-__all__ = [
-    "MIN_REPETITION_PENALTY",
-    "MIN_TEMPERATURE",
-    "Arrival",
-    "Chunk",
-    "Copy",
-    "Fetched",
-    "FinishReason",
-    "HostLink",
-    "InFlight",
-    "Output",
-    "Request",
-    "RequestState",
-    "SamplingParams",
-    "SchedulerLimits",
-    "Step",
-    "StepResult",
-    "TokenInfo",
-    "Transfer",
-    "TransferKind",
-]
 
 # arriving: it holds blocks, and what belongs in them is on the way from the host.
 # computing: it is in a step that is under way while others are planned.
@@ -54,6 +33,8 @@ class SamplingParams:
         stop_ids: tokens that end the request; the ending token is part of its output.
         logprobs: report the log probability of each token and of so many best ones; None for
             no report.
+        prompt_logprobs: the same of every token of the prompt but the first, which needs a
+            ``salt`` of its own, since what is found in the cache is not computed.
         min_p: sample from tokens of at least this share of the best one's probability.
         repetition_penalty: a token that prompt or output has is this many times less likely:
             its score is divided by it if positive, else multiplied; at least
@@ -82,6 +63,7 @@ class SamplingParams:
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -93,6 +75,26 @@ class SamplingParams:
     streams: int | None = None
     compute: float | None = None
     workers: int = 1
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether hidden states of the prompt are wanted beside that of its last token."""
+        return self.pooling is not None or self.prompt_logprobs is not None
+
+
+class Prompt(tuple[int, ...]):
+    """Tokens of a prompt that many simulations serve, with what is derived from them once."""
+
+    @functools.cached_property
+    def digests(self) -> dict[tuple[int, str | None, str], tuple[Sequence[int], Sequence[bytes]]]:
+        """Tokens of the last request with it and digests of their full blocks.
+
+        By tokens of a block, adapter and salt.
+        """
+        return {}
+
+    def __reduce__(self) -> tuple[type[Prompt], tuple[tuple[int, ...]]]:
+        return Prompt, (tuple(self),)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +120,7 @@ class Request:
         preemptions: how often its cache was taken away, to be recomputed or swapped in.
         switch_s: s in which its cache was on the way to the host or back.
         began: when its first step began; None before.
+        prompt: what is known of its prompt by simulations before; None for nothing.
     """
 
     id: str
@@ -137,6 +140,7 @@ class Request:
     preemptions: int = 0
     switch_s: float = 0.0
     began: float | None = None
+    prompt: Prompt | None = None
 
     @property
     def n_generated(self) -> int:
@@ -270,7 +274,8 @@ class HostLink:
         )
 
 
-@dataclass(frozen=True, slots=True)
+# Step and StepResult are not frozen: each step makes one of both, in a third of the time.
+@dataclass(slots=True)
 class Step:
     """What one iteration computes.
 
@@ -285,6 +290,8 @@ class Step:
         moves: runs of blocks that are copied inside the cache before anything is computed, one
             after another; chunks have the blocks of afterwards.
         at: s, when it was planned, on the clock of the scheduler's caller.
+        decodes: of a simulation: requests that compute one token each beside the chunks.
+        contexts: tokens that all of these have in the cache.
     """
 
     chunks: tuple[Chunk, ...]
@@ -294,22 +301,29 @@ class Step:
     at: float = 0.0
     moves: tuple[Copy, ...] = ()
     scrub: tuple[int, ...] = ()
+    decodes: int = 0
+    contexts: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.chunks or self.transfers or self.wait_for)
+        return bool(self.chunks or self.decodes or self.transfers or self.wait_for)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have a part in it."""
+        return len(self.chunks) + self.decodes
 
     @property
     def num_tokens(self) -> int:
         """Tokens it computes, guessed ones included."""
-        return sum(chunk.length + chunk.drafts for chunk in self.chunks)
+        return sum(chunk.length + chunk.drafts for chunk in self.chunks) + self.decodes
 
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """Log probabilities at one generated token.
+    """Log probabilities at one token.
 
     Args:
-        logprob: of the token that was chosen.
+        logprob: of the token that is there.
         top: (token, logprob) of the best ones, best first.
     """
 
@@ -317,7 +331,7 @@ class TokenInfo:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """What executing a step gave.
 
@@ -328,6 +342,8 @@ class StepResult:
         seconds: how long it took, or is predicted to take.
         done: transfers, of this step or of earlier ones, that are over now; each reported once.
         vectors: request id -> vector of its prompt, where one was asked for.
+        prompts: request id -> place of a token of its prompt, and log probabilities from it on,
+            where they were asked for.
         failed: request id -> why it cannot go on; others are not affected.
         errors: the same, for requests that are in order: what went wrong is the server's.
         guessed: request id -> guessed tokens that were computed beside its own, for requests that
@@ -339,6 +355,7 @@ class StepResult:
     seconds: float = 0.0
     done: frozenset[int] = frozenset()
     vectors: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    prompts: Mapping[str, tuple[int, Sequence[TokenInfo]]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
     guessed: Mapping[str, int] = field(default_factory=dict)
@@ -348,7 +365,6 @@ class Output(NamedTuple):
     """What a step gave one request.
 
     Args:
-        request_id: whose.
         tokens: new tokens; empty for one that was aborted.
         infos: their log probabilities, where asked for.
         finish: why it ended; None while it goes on.
@@ -367,7 +383,7 @@ class SchedulerLimits:
     """What a scheduler keeps to.
 
     Args:
-        max_running: most requests in one step.
+        max_running: maximum number of requests in a step.
         max_step_tokens: most tokens in one step.
         max_position: most tokens of one request, prompt and output together.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
@@ -10,14 +10,12 @@ from shoal.core.config import Value
 from shoal.core.errors import ConfigError
 from shoal.ir.architecture import Architecture
 
-__all__ = ["ModelShape"]
-
 
 class ModelShape(Value):
     """A decoder-only transformer in numbers.
 
     Args:
-        name: what people call it.
+        name: display name.
         num_layers: blocks.
         hidden: width D.
         num_heads: query heads H.
@@ -31,13 +29,18 @@ class ModelShape(Value):
         expert_hidden: width of one expert's feed-forward layer.
         num_dense_layers: blocks without experts, in a mixture model.
         vocab_size: rows of the embedding.
-        max_position: longest sequence the model was made for.
+        max_position: maximum sequence length of the model.
         tied: output matrix is the embedding.
         qk_norm: queries and keys are normalised by head.
         attention_bias: query, key and value projections have a bias.
         attention: MHA, GQA or MQA; other mechanisms are counted as GQA, approximately.
         family: family name, for display.
         source: where the numbers come from.
+        stored: dtype of the matrices in the published files: bf16, or fp32 if they are not all
+            exact in bf16.
+        weights: format in which the published files hold the matrices of linear layers (fp8 ...);
+            plain for floating-point numbers of 16 bits and more.
+        rope_base: base of the rotary positions' frequencies (rope_theta); None where not known.
         architecture: how it differs from its family's models.
     """
 
@@ -65,6 +68,9 @@ class ModelShape(Value):
     attention: str = "GQA"
     family: str = ""
     source: str = ""
+    stored: Literal["fp32", "bf16"] = "fp32"
+    weights: str = "plain"
+    rope_base: float | None = None
     architecture: Architecture = Architecture()
 
     def __hash__(self) -> int:

@@ -23,19 +23,6 @@ from typing import Any, TypeAlias
 from shoal.core.errors import PlanError, nearest, require
 from shoal.ir.placement import Axis, Broadcast, Mesh, Partial, Placement, Split, show_placement
 
-__all__ = [
-    "LINEAR",
-    "MONOTONE",
-    "NONLINEAR",
-    "OPERATIONS",
-    "MeshSignature",
-    "Operation",
-    "Signature",
-    "legal",
-    "operation",
-    "result_shape",
-]
-
 Shape: TypeAlias = tuple[int, ...]
 Attributes: TypeAlias = Mapping[str, Any]
 
@@ -517,12 +504,6 @@ def legal(
     kind: str, shapes: Sequence[Shape], attributes: Attributes, mesh: Mesh
 ) -> tuple[MeshSignature, ...]:
     """All signatures of an operation on a mesh.
-
-    Args:
-        kind: the operation.
-        shapes: of its inputs.
-        attributes: its options.
-        mesh: ranks of each axis.
 
     Raises:
         PlanError: no such operation, or it does not take inputs of these shapes.

@@ -6,8 +6,6 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from shoal.core.config import Value
 
-__all__ = ["WatchPolicy"]
-
 
 class WatchPolicy(Value):
     """What each rank records about itself.
@@ -15,8 +13,8 @@ class WatchPolicy(Value):
     Args:
         record: keep a flight recorder of every collective, message and phase.
         events: newest records that are kept.
-        beat_s: seconds between signs of life of the process itself.
-        check_every: steps between products whose exact result is known; 0 for never.
+        beat_s: seconds between heartbeats of the process.
+        check_every: steps between matrix products with known results, as a self-check; 0 for never.
     """
 
     record: bool = True

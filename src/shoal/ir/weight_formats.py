@@ -6,10 +6,8 @@ import functools
 import re
 from typing import Protocol
 
-from shoal.core.errors import KernelError, nearest
+from shoal.core.errors import KernelError, suggestion
 from shoal.core.parts import table
-
-__all__ = ["NamedFormat", "weight_format"]
 
 _EXAMPLES = (
     "int4-g128, int4-channel, int4-2:4, uint3-g64, float3_e1m1-g128, bipolar2-g128, bfp8-g32, "
@@ -42,10 +40,10 @@ def weight_format(text: str) -> NamedFormat:
     text = _NAMES.get(text, text)
     match = re.fullmatch(r"([a-z]+)([0-9_a-z]*)((?:-[a-z0-9:]+)*)", text)
     if match is None or match[1] not in parts:
-        hint = nearest(text.split("-")[0].rstrip("0123456789"), parts)
         raise KernelError(
             f"weight format {text!r}: expected one of {', '.join(parts)} with its bits and what "
-            f"shares a scale, such as {_EXAMPLES}" + (f"; {hint}" if hint else "")
+            f"shares a scale, such as {_EXAMPLES}"
+            + suggestion(text.split("-")[0].rstrip("0123456789"), parts)
         )
     cls = parts.load(match[1])
     options = cls.read(match[2], text)

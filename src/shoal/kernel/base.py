@@ -10,11 +10,14 @@ Source: Williams et al., Roofline: An Insightful Visual Performance Model, 2009.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
 from importlib.util import find_spec
 from typing import Any, ClassVar
+
+import numpy as np
 
 from shoal.core.errors import KernelError
 from shoal.core.native import compiler, cpu_flags
@@ -22,10 +25,10 @@ from shoal.ir import Estimate, Interval, Machine
 from shoal.ir.machine import Measurement
 from shoal.kernel.protocols import Call, Ready
 
-__all__ = ["BaseKernel", "TritonKernel", "roof_s"]
-
 # Of an estimate whose kernel was measured here, and of one that was not.
 _MEASURED, _STATED = 0.15, 0.6
+# Outputs and inputs of the weights with which kernels of products are probed.
+PROBED_EDGE = 4096
 # FLOP/s of one core where a machine does not say: any CPU of today does more.
 _SOME_RATE = 1e10
 _SOME_BANDWIDTH = 1e10
@@ -123,13 +126,16 @@ class BaseKernel:
         Raises:
             KernelError: it refuses the call, or a constant is not what the call says.
         """
+        self._require(call)
+        return self._prepare(call, *constants)
+
+    def _require(self, call: Any) -> None:
         reason = self.refuses(call)
         if reason is not None:
             raise KernelError(
                 f"kernel.{self.op}: {self.backend} cannot compute {call}: it {reason}; "
                 "choose another backend"
             )
-        return self._prepare(call, *constants)
 
     def _refuses(self, call: Any) -> str | None:
         return None
@@ -157,7 +163,6 @@ class TritonKernel(BaseKernel):
     call_s: ClassVar[float] = 3e-5
 
     def refuses(self, call: Any) -> str | None:
-        """Why it cannot compute that here, or None if it can."""
         reason = super().refuses(call)
         if reason is None and not _triton():
             return "needs Triton (pip install triton)"
@@ -192,21 +197,21 @@ def _roofs(call: Call, machine: Machine, rate: str) -> tuple[float, float]:
 
 
 def _measured_s(name: str, call: Any, machine: Machine) -> float | None:
-    """Seconds by what the probe measured of this kernel at fewer and at more rows."""
+    """Seconds by what the probe measured of this kernel at fewer and at more rows.
+
+    Of as many rows a product takes time in proportion to its weights, whether their bytes or the
+    operations with them bound it; beyond the last number of rows, in proportion to rows as well.
+    """
     points = _points(machine.measurements, name, getattr(call, "dtype", ""))
     if not points:
         return None
-    rows = max(1.0, float(getattr(call, "m", getattr(call, "batch", 1))))
-    sizes = [math.log(at) for at, _ in points]
-    rates = [math.log(rate) for _, rate in points]
-    place = math.log(rows)
-    if place >= sizes[-1]:
-        # Beyond the last: as many operations a second as there.
-        return float(call.moved_bytes / math.exp(rates[-1]) * max(1.0, rows / points[-1][0]))
-    index = max(1, next(i for i, size in enumerate(sizes) if size >= place))
-    share = (place - sizes[index - 1]) / (sizes[index] - sizes[index - 1]) if len(sizes) > 1 else 0
-    rate = rates[index - 1] + max(0.0, share) * (rates[index] - rates[index - 1])
-    return float(call.moved_bytes / math.exp(rate))
+    last = points[-1][0]
+    rows = min(max(1.0, float(call.m)), last)
+    at, rates = np.log(points).T
+    rate = math.exp(np.interp(math.log(rows), at, rates))
+    probed = dataclasses.replace(call, m=round(rows), n=PROBED_EDGE, k=PROBED_EDGE)
+    weights = call.n * call.k / PROBED_EDGE**2
+    return float(probed.moved_bytes / rate * weights * max(1.0, call.m / last))
 
 
 @functools.lru_cache(maxsize=256)

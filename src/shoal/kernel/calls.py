@@ -9,17 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-__all__ = [
-    "BYTES",
-    "Device",
-    "Dtype",
-    "LinearCall",
-    "LowbitLinearCall",
-    "MatmulPlanesCall",
-    "PagedAttentionCall",
-    "PointwiseCall",
-]
-
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 
@@ -33,11 +22,7 @@ class LinearCall:
     Constants: weight, and bias or None. M may differ between calls.
 
     Args:
-        m: rows.
-        n: outputs.
-        k: inputs.
         dtype: of x and y.
-        device: where.
         gated: the first half of the outputs are gates of the second: what is given is
             ``silu(y[:, :N/2]) * y[:, N/2:]``, of products that were rounded.
     """
@@ -52,12 +37,10 @@ class LinearCall:
 
     @property
     def flops(self) -> float:
-        """A multiply-add counts two."""
         return 2.0 * self.m * self.n * self.k
 
     @property
     def moved_bytes(self) -> float:
-        """Weights, input and output, once."""
         written = self.n // 2 if self.gated else self.n
         return BYTES[self.dtype] * float(self.n * self.k + self.m * (written + self.k))
 
@@ -69,13 +52,9 @@ class LowbitLinearCall:
     Constants: a :class:`~shoal.kernel.protocols.PackedMatrix`, and bias or None. M may differ.
 
     Args:
-        m: rows.
-        n: outputs.
-        k: inputs.
         format: text of the weight format.
         bits: bits of a weight, scales included.
         dtype: of x and y.
-        device: where.
         activations: what each row of x is rounded to before the product, such as
             ``bipolar8``; empty for nothing.
     """
@@ -97,7 +76,6 @@ class LowbitLinearCall:
 
     @property
     def moved_bytes(self) -> float:
-        """Weights, input and output, once."""
         return self.n * self.k * self.bits / 8 + BYTES[self.dtype] * float(
             self.m * (self.n + self.k)
         )
@@ -115,7 +93,6 @@ class MatmulPlanesCall:
         k: their length.
         w: planes (bits) of w, 1 to 8.
         a: planes of x, 1 to 8.
-        device: where.
     """
 
     op: ClassVar[str] = "matmul_planes"
@@ -128,7 +105,6 @@ class MatmulPlanesCall:
 
     @property
     def flops(self) -> float:
-        """Multiply-adds of integers, each counting two."""
         return 2.0 * self.m * self.n * self.k
 
     @property
@@ -157,12 +133,9 @@ class PagedAttentionCall:
         batch: requests.
         context: tokens each sees, on average.
         heads: query heads.
-        kv_heads: key/value heads.
-        head_dim: of a head.
         block_size: tokens of a block.
         dtype: of q, and of the cache where ``format`` is plain.
         format: text of the cache format, such as plain or bfp12-b32.
-        device: where.
         queries: tokens of each request that ask.
         partial: give what can be merged with other parts of the context.
         tree: the last tokens of some queries are branches of a tree.
@@ -184,7 +157,6 @@ class PagedAttentionCall:
 
     @property
     def flops(self) -> float:
-        """Scores and weighted sums."""
         request = self.batch * self.queries
         return 4.0 * request * self.context * self.heads * self.head_dim
 
@@ -209,7 +181,6 @@ class PointwiseCall:
         n: numbers of a row that are read.
         out: numbers of a row that are written.
         dtype: of both.
-        device: where.
         gradient: the pass back too, weights given with each call: ``ready`` is then a
             :class:`~shoal.kernel.fused.protocols.OperatorPasses`.
     """

@@ -12,12 +12,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.core.errors import KernelError, MachineError, nearest
+from shoal.core.errors import KernelError, MachineError, suggestion
+from shoal.core.native import cpu_flags
 from shoal.core.parts import table
 from shoal.ir import Machine
 from shoal.kernel.protocols import Call, Kernel
-
-__all__ = ["candidates", "dispatch", "here", "kernels_of", "operators"]
+from shoal.machine import host
 
 
 def operators() -> tuple[str, ...]:
@@ -37,10 +37,9 @@ def kernels_of(op: str) -> Mapping[str, Kernel]:
         name.partition(".")[2]: parts.build(name) for name in parts if name.partition(".")[0] == op
     }
     if not kernels:
-        hint = nearest(op, operators())
         raise KernelError(
             f"kernel.{op}: no such operator; there are {', '.join(operators())}"
-            + (f"; {hint}" if hint else "")
+            + suggestion(op, operators())
         )
     return kernels
 
@@ -53,7 +52,29 @@ def here() -> Machine:
     try:
         return described.load("local")
     except MachineError:
-        return described.load("laptop")
+        return _unprobed(described.load("laptop"))
+
+
+# FLOP that a core does in a cycle at the least, by what it needs for that.
+_PER_CYCLE = (
+    ("fp32", 32, frozenset({"avx512f"})),
+    ("bf16", 64, frozenset({"avx512_bf16"})),
+    ("bf16", 512, frozenset({"amx_bf16"})),
+)
+_CYCLES_PER_S = 2.5e9
+
+
+def _unprobed(machine: Machine) -> Machine:
+    """``machine`` with as many cores as this host, and with the rates of their instructions."""
+    cores, flags = len(host.cpus()), cpu_flags()
+    one = {
+        name: rate / (machine.device.num_cores or 1)
+        for name, rate in machine.device.peak_flops.items()
+    }
+    one |= {name: _CYCLES_PER_S * flop for name, flop, needs in _PER_CYCLE if needs <= flags}
+    peak = {name: cores * rate for name, rate in one.items()}
+    device = machine.device.model_copy(update={"num_cores": cores, "peak_flops": peak})
+    return machine.model_copy(update={"device": device})
 
 
 def candidates(call: Call, machine: Machine | None = None) -> list[tuple[str, float]]:
@@ -98,10 +119,9 @@ def _dispatch(call: Any, wanted: str | None, machine: Machine, exact: bool) -> K
     kernels = kernels_of(call.op)
     if wanted is not None:
         if wanted not in kernels:
-            hint = nearest(wanted, kernels)
             raise KernelError(
                 f"kernel.{call.op} = {wanted!r}: expected one of {', '.join(kernels)}"
-                + (f"; {hint}" if hint else "")
+                + suggestion(wanted, kernels)
             )
         reason = kernels[wanted].refuses(call)
         if reason is None and exact and not kernels[wanted].invariant:

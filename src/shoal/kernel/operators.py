@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OperatorMode", "tensors_in"]
-
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that sees every operator of code that is not compiled.

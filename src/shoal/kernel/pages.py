@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["empty", "large_bytes", "mapped", "populate", "room", "until_gone"]
-
 _PAGE, _LINE = 2 << 20, 64
 
 

@@ -17,8 +17,6 @@ from shoal.ir import Estimate, Machine
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Call", "KVFormat", "Kernel", "PackedMatrix", "Ready", "WeightFormat"]
-
 Ready = Callable[..., Any]
 """A kernel with what is constant between its calls: tensors in, tensors out."""
 
@@ -29,29 +27,24 @@ class Call(Protocol):
     @property
     def op(self) -> str:
         """The operator."""
-        ...
 
     @property
     def device(self) -> str:
         """Cpu or cuda."""
-        ...
 
     @property
     def flops(self) -> float:
         """Arithmetic operations, a multiply-add counting two."""
-        ...
 
     @property
     def moved_bytes(self) -> float:
         """Bytes that any kernel must read or write once."""
-        ...
 
 
 class Kernel(Protocol):
     """A part of kind ``kernel``, called ``OP.BACKEND``: one way to compute one operator.
 
     Attributes:
-        op: what it computes.
         backend: how: reference, cpp, triton, or the peer it wraps, such as torch.
         invariant: a row of its result has the same bits whatever the other rows are and
             however many there are.
@@ -67,15 +60,12 @@ class Kernel(Protocol):
 
     def refuses(self, call: Any) -> str | None:
         """Why it cannot compute that here, or None if it can."""
-        ...
 
     def interpreted(self, call: Any) -> bool:
         """Whether it would run in an interpreter there, so that it is taken by name only."""
-        ...
 
     def estimate(self, call: Any, machine: Machine) -> Estimate:
         """What the call costs, its operands in main memory; allocates nothing."""
-        ...
 
     def prepare(self, call: Any, *constants: Any) -> Ready:
         """The kernel for calls like this one, ready to be called as often as wanted.
@@ -88,7 +78,6 @@ class Kernel(Protocol):
         Raises:
             KernelError: it refuses the call, or a constant is not what the call says.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +111,10 @@ class WeightFormat(Protocol):
     @property
     def bits(self) -> float:
         """Bits of a weight, scales included, for long rows."""
-        ...
 
     @property
     def code_bits(self) -> int:
         """Bits of a code."""
-        ...
 
     def group_of(self, k: int) -> int:
         """Weights of a row that share a scale; K where a row has one.
@@ -135,7 +122,6 @@ class WeightFormat(Protocol):
         Raises:
             KernelError: ``k`` is not a multiple of the group; names the nearest that is.
         """
-        ...
 
     def quantize(self, weight_NK: Tensor) -> PackedMatrix:
         """Round to nearest.
@@ -143,11 +129,9 @@ class WeightFormat(Protocol):
         Raises:
             KernelError: K does not divide, or a weight is NaN or infinite (named by place).
         """
-        ...
 
     def dequantize(self, packed: PackedMatrix) -> Tensor:
         """[N, K] in fp32, exactly what the codes mean."""
-        ...
 
 
 class KVFormat(Protocol):
@@ -155,20 +139,15 @@ class KVFormat(Protocol):
 
     def token_bytes(self, head_dim: int, *, dtype_bytes: int) -> float:
         """Bytes of the key or the value of one token and one head."""
-        ...
 
     def refuses(self, head_dim: int) -> str | None:
         """Why heads of this size cannot be stored, or None if they can."""
-        ...
 
     def layout(self, head_dim: int, dtype: str) -> tuple[tuple[int, str], ...]:
         """Numbers a token and head, and their type, of every stored tensor."""
-        ...
 
     def encode(self, x_NKd: Tensor) -> tuple[Tensor, ...]:
         """What is stored of N tokens, K heads: tensors whose first dimensions are [N, K]."""
-        ...
 
     def decode(self, *stored: Tensor) -> Tensor:
         """[N, K, d] in fp32, exactly what the stored codes mean."""
-        ...

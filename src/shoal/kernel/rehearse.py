@@ -15,8 +15,6 @@ from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine.protocols import ProbeContext
 
-__all__ = ["ROWS", "KernelsProbe", "rehearse"]
-
 ROWS = (1, 4, 16, 64, 512)
 """Rows at which kernels of products are timed; between them their rates are interpolated."""
 
@@ -25,7 +23,6 @@ _MANY = 256
 
 # Weights that are gone through in turn, so that few are found in a cache.
 _ROTATED_BYTES = 256 * 2**20
-_N = _K = 4096
 
 
 @part
@@ -59,16 +56,13 @@ class KernelsProbe:
 def rehearse(repeats: int, rotated_bytes: int = _ROTATED_BYTES) -> list[dict[str, Any]]:
     """Bytes a second that each kernel of ``linear`` moves, at several numbers of rows.
 
-    Args:
-        repeats: passes over all weights.
-        rotated_bytes: of weights.
-
     Returns:
         ``{"name": OP.BACKEND, "dtype": of the rows, "at": rows, "rates": [B/s ...]}``; what this
         machine cannot run is left out.
     """
     import torch
 
+    from shoal.kernel.base import PROBED_EDGE
     from shoal.kernel.calls import Dtype, LinearCall
     from shoal.kernel.dispatch import kernels_of
     from shoal.kernel.tensors import dtype_of
@@ -77,18 +71,20 @@ def rehearse(repeats: int, rotated_bytes: int = _ROTATED_BYTES) -> list[dict[str
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32")
     with torch.inference_mode():
         for dtype in dtypes:
-            weight = torch.randn(_N, _K).to(dtype_of(dtype))
+            weight = torch.randn(PROBED_EDGE, PROBED_EDGE).to(dtype_of(dtype))
             copies = max(2, rotated_bytes // (weight.numel() * weight.element_size()))
             weights = [weight, *(weight.clone() for _ in range(copies - 1))]
             for backend, kernel in kernels_of("linear").items():
-                call = LinearCall(1, _N, _K, dtype)
+                call = LinearCall(1, PROBED_EDGE, PROBED_EDGE, dtype)
                 if backend == "reference" or kernel.interpreted(call) or kernel.refuses(call):
                     continue
                 ready = [kernel.prepare(call, one) for one in weights]
                 for rows in ROWS:
-                    x = torch.randn(rows, _K).to(dtype_of(dtype))
+                    x = torch.randn(rows, PROBED_EDGE).to(dtype_of(dtype))
                     taken = ready[:1] if rows >= _MANY else ready
-                    moved = LinearCall(rows, _N, _K, dtype).moved_bytes * len(taken)
+                    moved = LinearCall(rows, PROBED_EDGE, PROBED_EDGE, dtype).moved_bytes * len(
+                        taken
+                    )
                     ready[0](x)
                     rates = []
                     for _ in range(repeats):

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ROW", "row_norms", "sum_of_squares"]
-
 # Elements whose squares are added in their own type; beyond, sums are added in fp64.
 ROW = 2**14
 

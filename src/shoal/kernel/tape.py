@@ -29,8 +29,6 @@ from torch import Tensor
 from shoal.kernel.native import function, recorded_by
 from shoal.kernel.operators import OperatorMode
 
-__all__ = ["Tape", "record"]
-
 _WORDS, _FLOATS, _LINE = 16, 4, 64
 _ALLOCATES = ("aten::new_empty", "aten::empty.memory_format")
 

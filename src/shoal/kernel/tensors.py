@@ -8,8 +8,6 @@ from torch import Tensor
 from shoal.core.errors import KernelError, require
 from shoal.kernel.calls import Dtype
 
-__all__ = ["compute_dtype", "constant", "dtype_of", "finite", "local", "name_of"]
-
 _DTYPES: dict[Dtype, torch.dtype] = {
     "fp64": torch.float64,
     "fp32": torch.float32,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-__all__ = ["torch_threads"]
-
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:

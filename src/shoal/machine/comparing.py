@@ -7,8 +7,6 @@ from typing import NamedTuple
 from shoal.core.config import Value
 from shoal.ir.machine import Machine
 
-__all__ = ["DifferenceRow", "MachineDifference", "compare", "differences"]
-
 
 class MachineDifference(Value):
     """One number of two machines.

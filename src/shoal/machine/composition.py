@@ -7,8 +7,6 @@ from typing import Any
 from shoal.core.errors import MachineError, require
 from shoal.ir.machine import Link, Machine
 
-__all__ = ["compose", "join"]
-
 # One small message between nodes: RDMA verbs, the same over routed Ethernet, and TCP through
 # the kernel. One way over a wide-area line of some thousand kilometres.
 LATENCY_S = {"IB": 5e-6, "ROCE": 8e-6, "ETH": 3e-5}

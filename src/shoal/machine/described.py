@@ -17,6 +17,7 @@ import functools
 from pathlib import Path
 
 from shoal.core.errors import ConfigError, MachineError, require
+from shoal.core.files import expanded
 from shoal.ir.machine import Machine
 from shoal.machine.composition import compose, join
 from shoal.machine.shorthand import canonical, parse
@@ -58,7 +59,7 @@ def load(name_or_path: str | Path) -> Machine:
         )
         return _read(path)
     if text.endswith((".yaml", ".yml")) or "/" in text or isinstance(name_or_path, Path):
-        path = Path(text).expanduser()
+        path = expanded(text)
         require(
             path.is_file(),
             "machine",
@@ -89,5 +90,5 @@ def _read(path: Path) -> Machine:
         raise MachineError(
             text
             if "; " in text
-            else f"{text}; correct the file, or describe it anew with shoal probe"
+            else f"{text}; correct the file, or create it again with shoal probe"
         ) from None

@@ -13,14 +13,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from shoal.core.errors import ShoalError
+from shoal.core.errors import ShoalError, install
 from shoal.core.files import shoal_home
 from shoal.core.native import build, compiler, cpu_model
+from shoal.core.sizes import human_bytes
 from shoal.machine import host
 
-__all__ = ["Check", "doctor"]
-
-GIB = 2**30
+_GB = 10**9
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Check:
     """One thing that was looked at.
 
     Args:
-        name: what.
         status: ok, warn (it works, with a drawback) or fail (something will not work).
         detail: what was found.
         fix: what to do; empty when all is well.
@@ -69,7 +67,7 @@ def _torch() -> Check:
         return _warn(
             "torch",
             "not installed: planning works, running does not",
-            "pip install 'shoal-ml[run]'",
+            install("run"),
         )
     numbers = tuple(int(x) for x in version.split("+")[0].split(".")[:2] if x.isdigit())
     if numbers < (2, 11):
@@ -98,16 +96,18 @@ def _cores() -> Check:
     usable, all_ = len(host.cpus()), os.cpu_count() or 1
     detail = f"{usable} of {all_} cores usable, {cpu_model()}"
     if usable < 2:
-        return _warn("cores", detail, "two ranks would share one core; allow this process more")
+        return _warn(
+            "cores", detail, "two ranks would share one core; allow this process more cores"
+        )
     return _ok("cores", detail)
 
 
 def _memory() -> Check:
     free, total = host.memory_available(), host.memory_total()
-    detail = f"{free / GIB:.1f} GiB of {total / GIB:.1f} GiB available"
-    if free < 1 * GIB:
-        return _fail("memory", detail, "end other programs; training needs 1 GiB at least")
-    if free < 4 * GIB:
+    detail = f"{human_bytes(free)} of {human_bytes(total)} available"
+    if free < 1 * _GB:
+        return _fail("memory", detail, "end other programs; training needs 1 GB at least")
+    if free < 4 * _GB:
         return _warn("memory", detail, "end other programs, or train small models")
     return _ok("memory", detail)
 
@@ -118,12 +118,12 @@ def _disk() -> Check:
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    detail = f"{free / GIB:.1f} GiB free at {home}"
+    detail = f"{human_bytes(free)} free at {home}"
     if not os.access(place, os.W_OK):
         return _fail("disk", f"{place} cannot be written", "set SHOAL_HOME to another directory")
-    if free < 0.5 * GIB:
+    if free < 0.5 * _GB:
         return _fail("disk", detail, "free some space, or set SHOAL_HOME to another disk")
-    if free < 5 * GIB:
+    if free < 5 * _GB:
         return _warn("disk", detail, "checkpoints need room; free some space")
     return _ok("disk", detail)
 
@@ -132,7 +132,7 @@ def _load() -> Check:
     load, cores = host.load_average(), len(host.cpus())
     detail = f"load average {load:.2f} on {cores} cores"
     if load > 0.5 * cores:
-        return _warn("load", detail, "measurements would be noisy; wait until it is quiet")
+        return _warn("load", detail, "measurements would be noisy; wait until the load is lower")
     return _ok("load", detail)
 
 
@@ -141,15 +141,15 @@ def _shared_memory() -> Check:
     if not place.is_dir():
         return _warn("shared memory", "no /dev/shm", "data loaders and Ray will use files")
     total = shutil.disk_usage(place).total
-    detail = f"{total / GIB:.2f} GiB at {place}"
-    if total < 0.25 * GIB:
+    detail = f"{human_bytes(total)} at {place}"
+    if total < 0.25 * _GB:
         return _warn("shared memory", detail, "start the container with --shm-size=2g")
     return _ok("shared memory", detail)
 
 
 def _ray() -> Check:
     if importlib.util.find_spec("ray") is None:
-        return _ok("ray", "not installed; only needed for many machines: 'shoal-ml[cluster]'")
+        return _ok("ray", f"not installed; only needed for many machines: {install('cluster')}")
     return _ok("ray", metadata.version("ray"))
 
 
@@ -175,7 +175,7 @@ def _probed() -> Check:
 
     path = saved_path()
     if not path.exists():
-        return _warn("probe", "this machine was not probed yet", "run: shoal probe")
+        return _warn("probe", "this machine has not been probed yet", "run: shoal probe")
     try:
         machine = load("local")
     except ShoalError as cause:
@@ -186,7 +186,7 @@ def _probed() -> Check:
     if machine.fingerprint.get("cpu") != cpu_model():
         return _warn("probe", f"{path} is of another CPU", "run: shoal probe")
     if "noise" in machine.sources:
-        return _warn("probe", machine.sources["noise"], "run shoal probe when it is quiet")
+        return _warn("probe", machine.sources["noise"], "run shoal probe when the load is lower")
     if age.days > 30:
         return _warn("probe", detail, "run: shoal probe")
     return _ok("probe", detail)

@@ -6,6 +6,8 @@ switch hands it on (token buckets, ``tbf``), so a host has the rate once in each
 behind a network card. Delay is not emulated. Hosts share file system, memory and cores: ranks
 that are to use the network must not know that they share a host, and every packet takes a
 little of the time in which they compute, so the fewer there are, the more it is as with a card.
+Instead of a switch there may be a mesh: a link between every two hosts, and each host has the rate
+once in each direction of each of its links.
 
 Nothing is changed outside these namespaces. They are taken down at the end, with everything that
 runs in them, also after the process that made them was killed: their names carry its number.
@@ -32,8 +34,7 @@ from typing import Any
 from shoal.core import children
 from shoal.core.errors import MachineError, require
 from shoal.core.janitor import clean_up_with, wait_for_end
-
-__all__ = ["EmulatedNetwork", "burst_bytes", "emulate", "sweep", "unavailable"]
+from shoal.machine.core_limit import core_limit, set_control, sweep_groups
 
 INTERFACE = "eth0"
 # Addresses of the hosts; they are not visible outside the namespaces.
@@ -82,6 +83,7 @@ def sweep() -> list[str]:
         if match and not Path(f"/proc/{match.group(1)}").exists():
             _take_down(name)
             results.append(name)
+    sweep_groups(results)
     return results
 
 
@@ -90,12 +92,16 @@ class EmulatedNetwork:
 
     Args:
         names: the namespace of each host.
-        bandwidth: byte/s of a host in each direction.
+        bandwidth: byte/s of a host in each direction; of each of its links in a mesh.
+
+    Attributes:
+        groups: control group of each host; none where hosts have all cores.
     """
 
     def __init__(self, names: Sequence[str], bandwidth: float) -> None:
         self.names = tuple(names)
         self.bandwidth = bandwidth
+        self.groups: list[Path] = []
         self._started: list[subprocess.Popen[Any]] = []
 
     @property
@@ -149,10 +155,12 @@ class EmulatedNetwork:
             **options,
         )
         self._started.append(process)
+        if self.groups:
+            set_control(self.groups[host] / "cgroup.procs", str(process.pid))
         return process
 
     def reshape(self, host: int, bandwidth: float, *, sends: bool) -> None:
-        """Give what a host sends, or receives, another rate from now on.
+        """Give what a host sends, or receives, another rate from now on; not in a mesh.
 
         Args:
             host: number of the host.
@@ -169,10 +177,6 @@ class EmulatedNetwork:
 
     def plug(self, host: int, *, into: bool) -> None:
         """Pull the cable of a host, or plug it in again; its users are not informed.
-
-        Args:
-            host: number of the host.
-            into: it is plugged in.
 
         Raises:
             MachineError: no such host, or it cannot be done.
@@ -240,7 +244,14 @@ class EmulatedNetwork:
 
 
 @contextlib.contextmanager
-def emulate(hosts: int, *, bandwidth: float, packet: int = 1500) -> Iterator[EmulatedNetwork]:
+def emulate(
+    hosts: int,
+    *,
+    bandwidth: float,
+    packet: int = 1500,
+    mesh: bool = False,
+    cores: float | None = None,
+) -> Iterator[EmulatedNetwork]:
     """Hosts joined by a switch, each with ``bandwidth`` in each direction, while the block lasts.
 
     Args:
@@ -248,6 +259,8 @@ def emulate(hosts: int, *, bandwidth: float, packet: int = 1500) -> Iterator[Emu
         bandwidth: byte/s.
         packet: largest packet, bytes. With segments put together by the network card a host handles
             up to 65,536 at once, with jumbo frames 9,000, with neither 1,500.
+        mesh: a link between every two hosts with ``bandwidth`` in each direction, and no switch.
+        cores: on how many a host computes, such as a half; on all if not given.
 
     Raises:
         MachineError: it cannot be done here; says which step failed and why.
@@ -282,26 +295,54 @@ def emulate(hosts: int, *, bandwidth: float, packet: int = 1500) -> Iterator[Emu
     names = [f"{base}-{host}" for host in range(hosts)]
     network = EmulatedNetwork(names, bandwidth)
     with contextlib.ExitStack() as undo:
-        for name in (switch, *names):
+        for name in names if mesh else (switch, *names):
             _ip("netns", "add", name)
             undo.callback(_take_down, name)
             _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
-        for name, port, address in zip(
-            names, (f"port{i}" for i in range(hosts)), network.addresses, strict=True
-        ):
-            _ip(
-                *("-n", switch, "link", "add", port, "type", "veth"),
-                *("peer", "name", INTERFACE, "netns", name),
-            )
-            _ip("-n", switch, "link", "set", port, "master", "bridge")
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
-            for where, interface in ((switch, port), (name, INTERFACE)):
-                _ip("-n", where, "link", "set", interface, "mtu", str(packet), "up")
-                _shape(where, interface, bandwidth)
+        if cores is not None:
+            network.groups = [undo.enter_context(core_limit(name, cores)) for name in names]
+        (_mesh if mesh else _switched)(network, switch, packet)
         undo.callback(network.stop)
         yield network
+
+
+def _switched(network: EmulatedNetwork, switch: str, packet: int) -> None:
+    """Join hosts by a switch."""
+    _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+    _ip("-n", switch, "link", "set", "bridge", "up")
+    for host, (name, address) in enumerate(zip(network.names, network.addresses, strict=True)):
+        port = f"port{host}"
+        _ip(
+            *("-n", switch, "link", "add", port, "type", "veth"),
+            *("peer", "name", INTERFACE, "netns", name),
+        )
+        _ip("-n", switch, "link", "set", port, "master", "bridge")
+        _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
+        for where, interface in ((switch, port), (name, INTERFACE)):
+            _ip("-n", where, "link", "set", interface, "mtu", str(packet), "up")
+            _shape(where, interface, network.bandwidth)
+
+
+def _mesh(network: EmulatedNetwork, switch: str, packet: int) -> None:
+    """Join every two hosts; the interface with a host's address carries nothing."""
+    for name, address in zip(network.names, network.addresses, strict=True):
+        _ip("-n", name, "link", "add", INTERFACE, "type", "bridge")
+        _ip("-n", name, "address", "add", f"{address}/32", "dev", INTERFACE)
+        _ip("-n", name, "link", "set", INTERFACE, "up")
+    for pair in itertools.combinations(range(len(network.names)), 2):
+        one, other = (network.names[host] for host in pair)
+        _ip(
+            *("-n", one, "link", "add", f"to{pair[1]}", "type", "veth"),
+            *("peer", "name", f"to{pair[0]}", "netns", other),
+        )
+        for host, peer in (pair, pair[::-1]):
+            name, link = network.names[host], f"to{peer}"
+            _ip("-n", name, "link", "set", link, "mtu", str(packet), "up")
+            _ip(
+                *("-n", name, "route", "add", f"{network.addresses[peer]}/32", "dev", link),
+                *("src", network.addresses[host]),
+            )
+            _shape(name, link, network.bandwidth)
 
 
 def _shape(name: str, interface: str, bandwidth: float, *, verb: str = "add") -> None:

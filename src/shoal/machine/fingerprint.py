@@ -9,8 +9,6 @@ from importlib import metadata
 from shoal.core.native import cpu_flags, cpu_model
 from shoal.machine import host
 
-__all__ = ["fingerprint", "versions"]
-
 PACKAGES = (
     "shoal-ml",
     "torch",

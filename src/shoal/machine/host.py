@@ -11,17 +11,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = [
-    "Caches",
-    "caches",
-    "cpus",
-    "load_average",
-    "memory_available",
-    "memory_total",
-    "peak_memory",
-    "ticks",
-]
-
 Caches = dict[str, int]
 
 

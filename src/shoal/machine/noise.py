@@ -9,8 +9,6 @@ import numpy as np
 from shoal.core.errors import BuildError
 from shoal.machine import host
 
-__all__ = ["NoiseReport", "NoiseWatch"]
-
 # Above these the numbers describe the neighbours more than the machine.
 MAX_LOAD_PER_CORE = 0.5
 MAX_STEAL = 0.05
@@ -52,8 +50,8 @@ class NoiseWatch:
         reasons = []
         if self._load > MAX_LOAD_PER_CORE:
             reasons.append(
-                f"{self._load * self._cores:.1f} processes were running on {self._cores} cores; "
-                "end them"
+                f"load average {self._load * self._cores:.1f} on {self._cores} cores; stop other "
+                "programs"
             )
         if steal > MAX_STEAL:
             reasons.append(f"other guests of this host took {steal:.0%} of the processor time")

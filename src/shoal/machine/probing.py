@@ -15,13 +15,22 @@ from shoal.core.errors import MachineError, NoisyMachineError, ShoalError
 from shoal.core.files import shoal_home
 from shoal.core.native import cpu_model
 from shoal.core.parts import Choice, table
+from shoal.core.tables import digits
 from shoal.ir.machine import Device, Link, Machine, Measurement, MemoryTier
 from shoal.machine import host
 from shoal.machine.fingerprint import fingerprint, versions
 from shoal.machine.noise import NoiseReport, NoiseWatch
 from shoal.machine.protocols import ProbeContext
 
-__all__ = ["assemble", "probe", "saved_path"]
+# Type -> instructions that compute in it, of which the fastest counts.
+_UNITS = {
+    "fp32": ("fma_fp32",),
+    "fp64": ("fma_fp64",),
+    "bf16": ("tile_bf16", "dot_bf16"),
+    "int8": ("tile_int8", "dot_int8"),
+}
+# Products reach a good part of the units' peak; not this small a fraction of it.
+_SLOWEST = 100.0
 
 
 def saved_path() -> Path:
@@ -74,11 +83,24 @@ def probe(
                 if not isinstance(cause, MachineError) or len(built) == 1:
                     raise
                 context.skip(name, str(cause))
+        if slow_products(measurements):
+            # Something else had the cores meanwhile, or it is really so.
+            say(len(built), "matmul again")
+            again = [item for name, part in built if name == "matmul" for item in part.run(context)]
+            measurements = [item for item in measurements if item.probe != "matmul"] + again
+            for dtype, reason in slow_products(measurements).items():
+                context.skip(f"matmul.{dtype}", reason)
+                measurements = [
+                    item.model_copy(update={"plausible": False, "note": reason})
+                    if item.probe == "matmul" and item.quantity.startswith(f"matmul_{dtype}")
+                    else item
+                    for item in measurements
+                ]
         quiet = watch.seen()
         for place, reason in context.skipped.items():
             say(len(built), f"skipped {place}: {reason}")
         for reason in quiet.reasons:
-            say(len(built), f"doubtful: {reason}")
+            say(len(built), f"noisy: {reason}")
         if strict:
             _refuse(quiet)
         machine = assemble(measurements, context.skipped, context.facts, quiet)
@@ -89,10 +111,24 @@ def probe(
     return machine
 
 
+def slow_products(found: Sequence[Measurement]) -> dict[str, str]:
+    """Types whose matrix products are far too slow for the units of the cores, and how slow."""
+    seen = _Seen(found)
+    reasons = {}
+    for dtype, (peak, _) in _peaks(seen, len(host.cpus())).items():
+        reached = seen.best("matmul", f"matmul_{dtype}")
+        if reached is not None and reached < peak / _SLOWEST:
+            reasons[dtype] = (
+                f"{digits(reached / 1e9)} GFLOP/s, of a peak of {digits(peak / 1e9)}; measure "
+                "again when other programs have ended"
+            )
+    return reasons
+
+
 def _refuse(quiet: NoiseReport) -> None:
     if quiet.reasons:
         raise NoisyMachineError(
-            f"this machine is too busy to measure: {'; '.join(quiet.reasons)}; "
+            f"the machine is too busy for measurements: {'; '.join(quiet.reasons)}; "
             "wait, or probe without strict"
         )
 
@@ -110,7 +146,7 @@ def assemble(
     """
     sources = {f"skipped.{place}": reason for place, reason in skipped.items()}
     if quiet is not None and quiet.reasons:
-        sources["noise"] = "doubtful: " + "; ".join(quiet.reasons)
+        sources["noise"] = "noisy: " + "; ".join(quiet.reasons)
     seen = _Seen(found)
     local = _cpu(seen, sources)
     gpu = facts.get("gpu")
@@ -176,19 +212,10 @@ def _cpu(seen: _Seen, sources: dict[str, str]) -> Device:
             reached[dtype] = every
             single[dtype] = one if one else every
             sources[f"device.matmul_flops.{dtype}"] = "matmul: the best size"
-    clock = seen.of("units", "clock")
-    units = {
-        "fp32": ("fma_fp32",),
-        "fp64": ("fma_fp64",),
-        "bf16": ("tile_bf16", "dot_bf16"),
-        "int8": ("tile_int8", "dot_int8"),
-    }
-    for dtype, names in units.items():
-        rates = [(seen.of("units", name) or 0.0, name) for name in names]
-        rate, name = max(rates)
-        if clock and rate:
-            peak[dtype] = rate * clock * cores
-            sources[f"device.peak_flops.{dtype}"] = f"units: {name} x clock x {cores} cores"
+    for dtype, (rate, name) in _peaks(seen, cores).items():
+        peak[dtype] = rate
+        sources[f"device.peak_flops.{dtype}"] = f"units: {name} x clock x {cores} cores"
+    for dtype in ("fp32", "bf16"):
         if dtype in reached and reached[dtype] > peak.get(dtype, 0.0):
             peak[dtype] = reached[dtype]
             sources[f"device.peak_flops.{dtype}"] = "matmul: above the units' rate"
@@ -207,6 +234,17 @@ def _cpu(seen: _Seen, sources: dict[str, str]) -> Device:
         memory=tuple(_tiers(seen, cores, sources)),
         **fields,
     )
+
+
+def _peaks(seen: _Seen, cores: int) -> dict[str, tuple[float, str]]:
+    """FLOP/s of the arithmetic units of all cores, and which unit, by type."""
+    clock = seen.of("units", "clock")
+    peaks = {}
+    for dtype, names in _UNITS.items():
+        rate, name = max((seen.of("units", name) or 0.0, name) for name in names)
+        if clock and rate:
+            peaks[dtype] = rate * clock * cores, name
+    return peaks
 
 
 def _tiers(seen: _Seen, cores: int, sources: dict[str, str]) -> list[MemoryTier]:

@@ -21,8 +21,6 @@ from shoal.ir.machine import Measurement
 from shoal.machine import host
 from shoal.machine.worker import TorchWorker
 
-__all__ = ["Probe", "ProbeContext", "ProbeSamples"]
-
 
 @dataclass(frozen=True)
 class ProbeSamples:
@@ -86,8 +84,8 @@ class ProbeContext:
         self.skipped[place] = reason
 
     def worker(self) -> TorchWorker:
-        """The child process with torch, started when a probe first needs it."""
-        if self._worker is None:
+        """The child process with torch, started when a probe first needs it or one has ended."""
+        if self._worker is None or self._worker.ended:
             self._worker = TorchWorker()
         return self._worker
 
@@ -120,4 +118,3 @@ class Probe(Protocol):
             MachineError: the probe was given an impossible option, such as a footprint
                 above the free memory.
         """
-        ...

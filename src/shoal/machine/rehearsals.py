@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from shoal.ir import ModelShape, TrainJob
 
-__all__ = ["REHEARSALS", "REHEARSED"]
-
 REHEARSED = ModelShape(
     name="rehearsal",
     num_layers=4,

@@ -11,8 +11,6 @@ import math
 from shoal.core.errors import MachineError, require
 from shoal.ir.machine import Machine
 
-__all__ = ["attainable", "ridge", "roofline_svg"]
-
 
 def _ceiling(machine: Machine, dtype: str) -> float:
     device = machine.device

@@ -14,8 +14,6 @@ import numpy as np
 
 from shoal.core.errors import MachineError, require
 
-__all__ = ["Plateau", "levels", "segment"]
-
 
 @dataclass(frozen=True)
 class Plateau:

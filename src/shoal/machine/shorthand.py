@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from shoal.core.errors import MachineError, nearest, require
 
-__all__ = ["ALIASES", "NodeGroup", "ParsedShorthand", "canonical", "parse"]
-
 _GBIT = r"\d{1,5}(?:\.\d{1,3})?"
 _CLUSTER = re.compile(
     r"(?P<counts>(?:\d{1,6}x){0,2})(?P<name>(?:[A-Za-z]|[345]090)[A-Za-z0-9._ -]*?)"
@@ -37,44 +35,56 @@ ALIASES = {
     "4090": "rtx-4090",
     "5090": "rtx-5090",
     "a10080gb": "a100",
-    "a100sxm": "a100",
-    "a100sxm4": "a100",
-    "a100sxm480gb": "a100",
-    "a100sxm440gb": "a100-40gb",
     "a10080gbpcie": "a100-pcie",
     "a100pcie80gb": "a100-pcie",
+    "a100sxm": "a100",
+    "a100sxm4": "a100",
+    "a100sxm40gb": "a100-40gb",
+    "a100sxm440gb": "a100-40gb",
+    "a100sxm480gb": "a100",
+    "a100sxm80gb": "a100",
     "b200180gb": "b200",
     "b200sxm": "b200",
+    "b200sxm180gb": "b200",
     "b300288gb": "b300",
     "b300sxm": "b300",
+    "b300sxm270gb": "b300",
     "b300sxm6": "b300",
     "gb10": "dgx-spark",
+    "gb10spark": "dgx-spark",
     "gb200nvl72": "gb200",
+    "gb200onegpu": "gb200",
     "gb300nvl72": "gb300",
+    "gb300onegpu": "gb300",
     "gh200480gb": "gh200",
     "gh20096gb": "gh200",
     "h10080gb": "h100",
     "h10080gbhbm3": "h100",
+    "h10080gbpcie": "h100-pcie",
+    "h100pcie80gb": "h100-pcie",
     "h100sxm": "h100",
     "h100sxm5": "h100",
     "h100sxm580gb": "h100",
-    "h10080gbpcie": "h100-pcie",
+    "h100sxm80gb": "h100",
     "h200141gb": "h200",
     "h200sxm": "h200",
+    "h200sxm141gb": "h200",
     "h2096gb": "h20",
     "h20sxm": "h20",
+    "h20sxm96gb": "h20",
     "h80080gb": "h800",
     "h800sxm": "h800",
+    "h800sxm80gb": "h800",
     "hl325l": "gaudi3",
     "mi250xgcd": "mi250x",
     "mi300x192gb": "mi300x",
     "mi325x256gb": "mi325x",
     "mi355x288gb": "mi355x",
+    "pro6000": "rtx-pro-6000",
     "rtxa6000": "a6000",
     "rtxpro6000blackwell": "rtx-pro-6000",
     "rtxpro6000blackwellserveredition": "rtx-pro-6000",
     "rtxpro6000blackwellworkstationedition": "rtx-pro-6000",
-    "pro6000": "rtx-pro-6000",
     "trillium": "tpu-v6e",
     "trn2": "trainium2",
     "v10032gb": "v100",
@@ -161,8 +171,8 @@ def parse(text: str) -> ParsedShorthand:
         "machine",
         text,
         expected="equal clusters on both sides of +",
-        hint="a machine has equal nodes; plan for each cluster alone, or for the slower kind of "
-        "both",
+        hint="the nodes of a machine must be equal; plan for each cluster separately, or for the "
+        "slower kind",
         error=MachineError,
     )
     return ParsedShorthand(terms[0], sites=len(terms), wan_gbit=wan)
@@ -184,6 +194,12 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "", _MAKERS.sub("", name.lower().replace("_", " ")))
 
 
+def device_key(name: str) -> str:
+    """Letters and digits that are the same however people and drivers write a device's name."""
+    key = _plain(name)
+    return _plain(ALIASES.get(key, key))
+
+
 def canonical(name: str, known: Iterable[str], text: str) -> str:
     """The description that ``name`` means; case, dashes and the maker's name do not matter.
 
@@ -197,8 +213,7 @@ def canonical(name: str, known: Iterable[str], text: str) -> str:
     """
     names = list(known)
     result = {_plain(word): word for word in names}
-    key = _plain(name)
-    key = _plain(ALIASES.get(key, key))
+    key = device_key(name)
     near = nearest(name.upper(), names, most=3)
     require(
         key in result,

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["copy", "elementwise", "gpu_facts", "hello", "matmul", "overhead"]
-
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _BATCH_S = 4e-3
 
@@ -39,7 +37,8 @@ def _nothing() -> None:
     """What waits for a CPU, which is done when a call returns."""
 
 
-def _device(name: str) -> tuple[Any, Callable[[], object]]:
+def torch_device(name: str) -> tuple[Any, Callable[[], object]]:
+    """A device, cpu or cuda, and what waits for its work."""
     import torch
 
     return torch.device(name), torch.cuda.synchronize if name == "cuda" else _nothing
@@ -59,7 +58,7 @@ def matmul(
     import torch
 
     torch.set_num_threads(threads)
-    where, wait = _device(device)
+    where, wait = torch_device(device)
     kind = getattr(torch, _DTYPES[dtype])
     a = torch.randn(m, k, device=where).to(kind)
     b = torch.randn(n, k, device=where).to(kind)
@@ -73,7 +72,7 @@ def elementwise(bytes_: int, threads: int, repeats: int, device: str = "cpu") ->
     import torch
 
     torch.set_num_threads(threads)
-    where, wait = _device(device)
+    where, wait = torch_device(device)
     a = torch.ones(bytes_ // 4, device=where)
     b = torch.ones_like(a)
     c = torch.empty_like(a)
@@ -85,7 +84,7 @@ def copy(bytes_: int, to_device: bool, repeats: int) -> list[float]:
     """Seconds of one copy between pinned host memory and the GPU."""
     import torch
 
-    _, wait = _device("cuda")
+    _, wait = torch_device("cuda")
     host = torch.empty(bytes_, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(bytes_, dtype=torch.uint8, device="cuda")
     source, target = (host, there) if to_device else (there, host)
@@ -102,7 +101,7 @@ def overhead(threads: int, repeats: int, device: str = "cpu") -> dict[str, list[
     import torch.nn.functional as F
 
     torch.set_num_threads(threads)
-    where, wait = _device(device)
+    where, wait = torch_device(device)
     x = torch.ones(8, 16, device=where)
     w = torch.ones(16, 16, device=where)
     calls: dict[str, Callable[[], object]] = {

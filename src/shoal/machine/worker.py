@@ -20,8 +20,6 @@ from shoal.core import children
 from shoal.core.errors import MachineError, MissingExtraError
 from shoal.core.parts import load_object
 
-__all__ = ["TorchWorker"]
-
 
 class TorchWorker:
     """One child process; torch is imported at its first call.
@@ -44,6 +42,11 @@ class TorchWorker:
                 without=("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
             ),
         )
+
+    @property
+    def ended(self) -> bool:
+        """Whether it takes no further call: it was closed, or died."""
+        return self._child.poll() is not None
 
     def send(self, call: str, **options: Any) -> None:
         """Start a call without waiting for it.
@@ -70,7 +73,7 @@ class TorchWorker:
         if not ready:
             self.close()
             raise MachineError(
-                f"the measuring process gave no answer in {timeout_s:g} s; "
+                f"the measuring process did not answer within {timeout_s:g} s; "
                 "try again when the machine is less busy"
             )
         line = out.readline()

@@ -25,7 +25,7 @@ ACTIVATIONS = PartTable(
         "ssdtrain": "shoal.memory.activations.ssdtrain:SSDTrain",
     },
     about=(
-        "Where that lies which a forward pass saves for the backward pass. Chosen by the key "
+        "Where activations saved for the backward pass are stored. Chosen by the key "
         "`activation` of a job."
     ),
     protocol="shoal.memory.activations.protocol:Activation",
@@ -40,8 +40,7 @@ OFFLOADS = PartTable(
         "deep_optimizer_states": "shoal.memory.offload.deep_optimizer_states:DeepOptimizerStates",
     },
     about=(
-        "What of a model's state lies in host memory or on disk. Chosen by the key `offload` "
-        "of a job."
+        "Which state of a model is in host memory or on disk. Chosen by the key `offload` of a job."
     ),
     protocol="shoal.memory.protocols:Offload",
 )

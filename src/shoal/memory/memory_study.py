@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from shoal.core.errors import nearest, require
 from shoal.core.parts import part
 from shoal.core.sizes import human_bytes
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.cost.shapes import shape_of
 from shoal.ir import Explanation, Machine, Progress, TrainJob, Work
 from shoal.memory.fuyou.needs import predicted
@@ -17,12 +17,10 @@ from shoal.memory.fuyou.part import Fuyou
 from shoal.plan.memory.offload import TIERS, OffloadOption, budgets_of, ways
 from shoal.plan.memory.swap_study import curve_explained
 
-__all__ = ["MemoryStudy"]
-
 
 @part
 class MemoryStudy:
-    """Which way trains a model beyond the device's memory?
+    """Compare the offloading methods for a training job.
 
     Every part of kind offload, with and without recomputation: bytes of each tier and the time of
     a step. Nothing runs. Exits with status 1 if none fits.
@@ -122,7 +120,7 @@ def _row(way: OffloadOption) -> tuple[str, ...]:
         way.choice,
         way.recompute,
         *("" if size is None else human_bytes(size) for size in sizes),
-        f"{way.step_s:.3g} s",
+        f"{digits(way.step_s)} s",
         "yes" if way.fits else f"no: {', '.join(way.beyond)}",
     )
 

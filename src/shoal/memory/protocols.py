@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shoal.memory.streaming.tiling import Tile
     from shoal.memory.tiers.places import Tiers
 
-__all__ = ["EarlyUpdater", "Offload", "TieredModel"]
-
 
 class TieredModel(ShardedModel, Updater, Protocol):
     """A model in training whose state lies in tiers.
@@ -43,7 +41,6 @@ class TieredModel(ShardedModel, Updater, Protocol):
             name: of the kind.
             inputs: tensors made outside that the passes use.
         """
-        ...
 
     def lend(self, names: Collection[str]) -> dict[str, Tensor]:
         """Parameters of these names that have elements here, with gradients on the device.
@@ -51,19 +48,15 @@ class TieredModel(ShardedModel, Updater, Protocol):
         For code that must change gradients before the update; :meth:`take_back` keeps what they are
         then. The parameters themselves are empty.
         """
-        ...
 
     def squares(self, name: str) -> Tensor:
         """Sum of the squares of what this rank has of the gradient of ``name``; a scalar, fp64."""
-        ...
 
     def take_back(self, lent: Mapping[str, Tensor]) -> None:
         """Keep the gradients of what was lent."""
-        ...
 
     def close(self) -> None:
         """End what runs and give the places back."""
-        ...
 
 
 @runtime_checkable
@@ -78,7 +71,6 @@ class EarlyUpdater(Protocol):
             ready: called before anything changes; returns when weights and state may change. It
                 may be called again.
         """
-        ...
 
 
 class Offload(Protocol):
@@ -90,11 +82,9 @@ class Offload(Protocol):
         Of its ``terms_s``, ``memory`` comes on top of a step and ``optimizer`` is there in the
         place of the optimizer's own seconds.
         """
-        ...
 
     def notes(self, work: Work, machine: Machine) -> tuple[str, ...]:
         """What a plan should say about it."""
-        ...
 
     def check(self, job: TrainJob) -> None:
         """Refuse what this part does not compose with.
@@ -102,7 +92,6 @@ class Offload(Protocol):
         Raises:
             ConfigError: names the option and what would do.
         """
-        ...
 
     def apply(
         self,
@@ -128,4 +117,3 @@ class Offload(Protocol):
             TierFullError: a budget is too small; says what would do.
             MachineError: the place cannot be written.
         """
-        ...

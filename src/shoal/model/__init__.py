@@ -40,7 +40,7 @@ GATES = PartTable(
         "xmoe": "shoal.model.gates.xmoe:XMoE",
     },
     about=(
-        "Which experts of a mixture a token goes to, and with what weights. Chosen by "
+        "How tokens are routed to experts. Chosen by "
         "`architecture.moe.gate` of a training job, of `shoal model convert`, and of a shape "
         "file."
     ),
@@ -54,9 +54,6 @@ QUANTIZERS = PartTable(
         "gptq": "shoal.model.quantize.gptq:GPTQ",
         "awq": "shoal.model.quantize.awq:AWQ",
     },
-    about=(
-        "How the codes of weights of few bits are chosen. Chosen by `shoal model quantize "
-        "--method`."
-    ),
+    about=("How weights are quantized. Chosen by `shoal model quantize --method`."),
     protocol="shoal.model.protocols:Quantizer",
 )

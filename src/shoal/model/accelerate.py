@@ -25,8 +25,6 @@ from shoal.model.norm import RMSNorm
 from shoal.model.rope import tables_at
 from shoal.model.transformer import Transformer
 
-__all__ = ["accelerate", "accelerate_layers"]
-
 
 def accelerate(
     model: Transformer,
@@ -64,12 +62,7 @@ def accelerate(
 
 
 def accelerate_layers(layers: nn.Module, model: Transformer) -> None:
-    """Let dispatch compute layers that are made of a model's and are no part of it, in place.
-
-    Args:
-        layers: without gradients, in the precision of the model.
-        model: whose they are.
-    """
+    """Let dispatch compute layers that are made of a model's and are no part of it, in place."""
     _dispatch(layers, _Pieces(model, {}, model.config.max_position, False, True), True)
 
 

@@ -18,8 +18,6 @@ from shoal.model.config import ModelConfig
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
 
-__all__ = ["changed", "plain", "rebuilt"]
-
 
 def plain(config: ModelConfig, what: str) -> None:
     """Refuse a model whose architecture ``what`` does not know.

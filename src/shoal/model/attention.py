@@ -22,8 +22,6 @@ from shoal.model.norm import RMSNorm
 from shoal.model.parscale import before, spread
 from shoal.model.rope import rotate, rotate_split
 
-__all__ = ["Attention", "KVCache", "Mixer", "Turn", "attend", "document_mask"]
-
 # Scores of one sequence that the backward pass may hold at a time; beyond, the tiled
 # kernel is used both ways.
 _MAX_SCORES = 2**25
@@ -38,11 +36,8 @@ class KVCache:
     Those of virtual tokens, which a model with streams has, lie before them and are not counted.
 
     Args:
-        config: the model.
-        batch: sequences B.
         capacity: most tokens a sequence can have.
         dtype: of the keys and values.
-        device: where they live.
         streams: how many the model computes; all that it has, if not given.
     """
 
@@ -100,7 +95,6 @@ class Mixer(Protocol):
 
     def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
         """Store the new keys and values of N tokens; what their queries see [N, H, d]."""
-        ...
 
 
 Turn = Callable[["Attention", Tensor], tuple[Tensor, Tensor, Tensor]]

@@ -12,8 +12,6 @@ from shoal.cost.configs import planned_only
 from shoal.ir.architecture import Architecture
 from shoal.ir.shape import ModelShape
 
-__all__ = ["Family", "ModelConfig", "RopeScaling"]
-
 Family = Literal["llama", "qwen2", "qwen3", "mixtral", "parallel", "mdlm"]
 
 # Beyond every real model, and small enough that a wrong file cannot exhaust memory
@@ -77,7 +75,7 @@ class ModelConfig(Value):
     """Everything that fixes a model's arithmetic, and nothing about how it is run.
 
     Args:
-        name: what people call it.
+        name: display name.
         family: llama, qwen2, qwen3 or mixtral: the Hugging Face class that is written; or
             parallel, whose blocks add attention and feed-forward of the same norm; or mdlm, a
             Llama whose tokens see all others, for masked diffusion.

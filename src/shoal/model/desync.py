@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shoal.model.attention import Mixer
     from shoal.model.transformer import Transformer, TransformerBlock
 
-__all__ = ["Join", "apart", "averaged", "own", "shared", "through", "together", "wired"]
-
 Join = Callable[[Tensor, Tensor, bool], Tensor]
 """Streams and outputs that were added up over the ranks; whether it is the last time."""
 

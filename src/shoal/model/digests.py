@@ -21,8 +21,6 @@ from shoal.core.errors import ModelError, ShoalError
 from shoal.core.files import shoal_home, write_json
 from shoal.core.safetensors_header import read_header
 
-__all__ = ["tensor_digests"]
-
 # hashlib lets other threads run while it works; a disk has no use for more readers.
 _THREADS = 4
 _CHUNK = 2**24

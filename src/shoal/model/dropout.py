@@ -22,8 +22,6 @@ from torch import Tensor
 from shoal.core.errors import require
 from shoal.core.random import seed64
 
-__all__ = ["ATTENTION", "FEED_FORWARD", "Drop", "Dropout", "StepDropout", "uniform"]
-
 # The two sites of a block: outputs of attention and of the feed-forward layer.
 ATTENTION = "attention"
 FEED_FORWARD = "feed-forward"
@@ -41,10 +39,6 @@ _SECOND = 0x94D049BB133111EB - 2**64
 class Dropout:
     """Share of the outputs of attention and feed-forward that is dropped.
 
-    Args:
-        p: the share, from 0 to below 1.
-        seed: seed of the run.
-
     Raises:
         ConfigError: ``p`` is no such share.
     """
@@ -53,7 +47,7 @@ class Dropout:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(0.0 <= self.p < 1.0, "dropout", self.p, expected="a share from 0 to below 1")
+        require(0.0 <= self.p < 1.0, "dropout", self.p, expected="a fraction in [0, 1)")
 
     def at(self, step: int, row: int) -> StepDropout:
         """For sequences ``row``, ``row + 1`` ... of global step ``step``."""
@@ -92,8 +86,6 @@ class Drop:
     """Dropout of some tokens of one step.
 
     Args:
-        seed: seed of the run.
-        step: global step.
         threshold: of 65536, how many are dropped.
         tokens: int64 [N], numbers of the tokens in the global batch.
     """

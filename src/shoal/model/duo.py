@@ -31,21 +31,6 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer, TransformerBlock
 
-__all__ = [
-    "BIG",
-    "SKIP",
-    "SMALL",
-    "DuoFFN",
-    "committed",
-    "computing",
-    "drawn",
-    "ffn_flops",
-    "pattern_losses",
-    "routed",
-    "router_loss",
-    "router_routes",
-]
-
 BIG, SMALL, SKIP = 0, 1, 2
 _ROUTES = 3
 # Of the sequences in training, one in so many is all big.

@@ -66,8 +66,6 @@ class Experts(nn.Module):
     in a fixed order, so that a pass can be repeated exactly.
 
     Args:
-        config: of the whole layer.
-        layer: number of the block.
         held: experts that are here, if not all.
         width: of the slice of them that is here, if not all.
 

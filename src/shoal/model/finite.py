@@ -9,8 +9,6 @@ from torch import Tensor
 
 from shoal.core.errors import ModelError, ShoalError
 
-__all__ = ["check_finite"]
-
 
 def check_finite(value: Tensor, where: str, *, error: type[ShoalError] = ModelError) -> None:
     """Refuse a tensor with NaN or infinity in it.

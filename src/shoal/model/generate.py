@@ -18,8 +18,6 @@ from shoal.core.random import generator
 from shoal.model.attention import KVCache
 from shoal.model.transformer import Transformer
 
-__all__ = ["adjust", "generate", "sample", "stream"]
-
 
 def adjust(
     logits_V: Tensor,

@@ -29,8 +29,6 @@ from shoal.model.initialise import empty
 from shoal.model.rope import frequencies
 from shoal.model.transformer import Transformer
 
-__all__ = ["read", "read_config"]
-
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 # Our key -> that of the file, behind the name of the architecture.

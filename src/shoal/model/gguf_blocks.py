@@ -20,8 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["decode"]
-
 
 def _half(raw_n2: np.ndarray) -> np.ndarray:
     """fp16 from two bytes each, as fp32 [n, 1]."""
@@ -73,13 +71,7 @@ _DECODERS: dict[str, tuple[int, Callable[[np.ndarray], np.ndarray]]] = {
 
 
 def decode(kind: str, raw: np.ndarray, shape: tuple[int, ...]) -> Tensor:
-    """The elements of a tensor, fp32.
-
-    Args:
-        kind: its type.
-        raw: its bytes, uint8.
-        shape: its sizes.
-    """
+    """The elements of a tensor, fp32."""
     if kind in _DECODERS:
         size, function = _DECODERS[kind]
         values = function(raw.reshape(-1, size))

@@ -19,8 +19,6 @@ from typing import IO, Any
 
 from shoal.core.errors import ModelError
 
-__all__ = ["BLOCKS", "GgufHeader", "GgufTensor", "read_header"]
-
 # Type number -> its name, elements of a block, bytes of a block.
 BLOCKS: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
@@ -71,9 +69,7 @@ class GgufTensor:
     """Where one tensor lies in its file.
 
     Args:
-        name: its name.
         kind: its type, such as ``Q4_K``.
-        shape: its sizes, rows first, as elsewhere here; the file has them the other way round.
         start: first byte, counted from the start of the file.
         stop: one past the last byte.
     """
@@ -170,13 +166,13 @@ def read_header(path: Path) -> GgufHeader:
         raise ModelError(f"{path}: cannot be read ({cause.strerror or cause})") from cause
     except _BadFileError as cause:
         raise ModelError(
-            f"{path}: {cause}; it is cut, damaged or no GGUF file; fetch it again"
+            f"{path}: {cause}; it is truncated, damaged or not a GGUF file; fetch it again"
         ) from None
 
 
 def _read(file: IO[bytes], size: int) -> GgufHeader:
     reader = _Reader(file, size)
-    if size < 24 or reader.take(4, "its magic word") != b"GGUF":
+    if size < 24 or reader.take(4, "its magic number") != b"GGUF":
         raise _BadFileError("it does not begin with GGUF")
     version = reader.number("<I", "its version")
     if version not in (2, 3):

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.core.errors import KernelError, ModelError, nearest
+from shoal.core.errors import KernelError, ModelError, nearest, suggestion
 from shoal.core.files import write_dir_atomic
+from shoal.core.folder import BESIDE_TOKENIZER
 from shoal.core.safetensors_header import StoredTensor, read_header
 from shoal.ir.architecture import Architecture
 from shoal.kernel.formats import weight_format
@@ -30,18 +31,6 @@ from shoal.model.finite import check_finite
 from shoal.model.initialise import empty
 from shoal.model.quantize.stored import Scheme, rows_of, scheme_of, stack, tensors_of
 from shoal.model.transformer import Transformer
-
-__all__ = [
-    "DTYPES",
-    "check_tensors",
-    "find_weights",
-    "is_gguf",
-    "quantization",
-    "read",
-    "read_config",
-    "write",
-    "write_state",
-]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -81,7 +70,9 @@ _IGNORED = ("rotary_emb.inv_freq",)
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelError(f"{path}: larger than {_MAX_JSON_BYTES >> 20} MiB; that is no index")
+            raise ModelError(
+                f"{path}: larger than {_MAX_JSON_BYTES >> 20} MiB, too large for an index"
+            )
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(
@@ -127,7 +118,7 @@ def read_config(directory: Path) -> ModelConfig:
     raw = _read_json(path)
     if raw.get("auto_map"):
         raise ModelError(
-            f"{path}: auto_map names code of the model's own, which is never run here; if the "
+            f"{path}: auto_map names code of the model, which is never executed; if the "
             f"weights are those of a plain {', '.join(ARCHITECTURES)} model, remove the key"
         )
     architecture, raw = Architecture.from_huggingface(raw, str(path))
@@ -180,8 +171,8 @@ def find_weights(directory: Path) -> dict[str, Path]:
     pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
     if pickles:
         raise ModelError(
-            f"{directory / pickles[0]}: a pickle, which can run code when it is loaded and is "
-            "never opened; convert it with transformers' save_pretrained, or fetch the "
+            f"{directory / pickles[0]}: a pickle, which can run code when it is loaded, so it is "
+            f"never opened; convert it with transformers' save_pretrained, or fetch the "
             "safetensors files of the model"
         )
     raise ModelError(f"{directory}: neither {WEIGHTS} nor {INDEX}; fetch the weights of the model")
@@ -226,10 +217,9 @@ def check_tensors(
             _stored(name, tuple(DTYPES), piece.shape, stored_tensors, files, directory)
     for name in stored_tensors:
         if name not in pieces and name not in spare and not name.endswith(_IGNORED):
-            hint = nearest(name, pieces)
             raise ModelError(
-                f"{files.get(name, directory)}: the tensor {name} belongs to no part of the model "
-                f"that config.json describes" + (f"; {hint}" if hint else "")
+                f"{files.get(name, directory)}: the tensor {name} is not part of the model that "
+                f"config.json describes" + suggestion(name, pieces)
             )
     return stored_tensors, packed
 
@@ -267,6 +257,7 @@ def read(
     *,
     packed: bool = True,
     room: Mapping[str, Tensor] | None = None,
+    done: Callable[[Transformer, str], None] | None = None,
 ) -> Transformer:
     """A model from its directory; nothing is allocated before every file was checked.
 
@@ -275,6 +266,8 @@ def read(
         dtype: of the weights; as the embedding is stored, if not given.
         packed: matrices that are stored in few bits stay so; else they become plain weights.
         room: name of a weight -> tensor that it is written to; memory of its own without.
+        done: called with the model and the name of each weight that has been read, whose module it
+            may replace; the model is then never in memory whole.
 
     Raises:
         ModelError: anything is missing, malformed or not supported.
@@ -339,6 +332,8 @@ def read(
                 part.view(piece.shape).copy_(get(piece.name) if matrix is None else matrix)
             check_finite(value, f"{directory}: {name}")
             setattr(owner, leaf, torch.nn.Parameter(value))
+            if done is not None:
+                done(model, name)
     except (SafetensorError, OSError) as cause:
         raise ModelError(f"{directory}: cannot be read ({cause}); fetch the files again") from cause
     except KernelError as cause:
@@ -511,7 +506,7 @@ def _write_weights(place: Path, items: Iterator[tuple[str, Tensor]], shard_bytes
 
 
 def _copy_tokenizer(place: Path, config: ModelConfig, tokenizer: Path) -> None:
-    """Copy a tokenizer and say to transformers how to open it.
+    """Copy a tokenizer with what lies beside it, and say to transformers how to open it.
 
     Raises:
         ModelError: it is missing, not JSON, or has more tokens than the model.
@@ -526,10 +521,10 @@ def _copy_tokenizer(place: Path, config: ModelConfig, tokenizer: Path) -> None:
             "give the tokenizer that belongs to the model"
         )
     shutil.copyfile(file, place / "tokenizer.json")
-    if tokenizer.is_dir() and (tokenizer / "tokenizer_config.json").is_file():
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-            if (tokenizer / name).is_file():
-                shutil.copyfile(tokenizer / name, place / name)
+    for name in BESIDE_TOKENIZER:
+        if file.with_name(name).is_file():
+            shutil.copyfile(file.with_name(name), place / name)
+    if (place / "tokenizer_config.json").is_file():
         return
     added = {
         token.get("id"): token.get("content")

@@ -21,8 +21,6 @@ from shoal.model.config import ModelConfig
 from shoal.model.families.common import ParameterPiece
 from shoal.model.transformer import Transformer
 
-__all__ = ["empty", "init_weights", "initial"]
-
 # Matrices whose output is added to the residual stream, by Hugging Face name.
 _RESIDUAL = (".o_proj.weight", ".down_proj.weight", ".w2.weight")
 # Of a softmax over cosines, so that it begins soft.
@@ -46,13 +44,7 @@ def _piece(config: ModelConfig, piece: ParameterPiece, seed: int) -> np.ndarray:
 
 
 def initial(config: ModelConfig, name: str, seed: int) -> Tensor:
-    """The fresh value of one parameter, whole, in fp32 on the CPU; a rank may keep its part.
-
-    Args:
-        config: the model.
-        name: the parameter's name in :class:`Transformer`.
-        seed: seed of the run.
-    """
+    """The fresh value of one parameter, whole, in fp32 on the CPU; a rank may keep its part."""
     pieces = FAMILIES.build(config.family).names(config)[name]
     return torch.from_numpy(
         np.concatenate([_piece(config, piece, seed).reshape(-1) for piece in pieces])

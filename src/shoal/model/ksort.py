@@ -25,8 +25,6 @@ from shoal.kernel.protocols import KVFormat, Ready
 from shoal.model.attention import Attention
 from shoal.model.transformer import Transformer
 
-__all__ = ["By", "SortedAttention", "captured", "channel_sizes", "coded", "ksort"]
-
 By = Literal["weight", "calibration"]
 
 # Share of the tokens whose keys are smaller than a channel's size, by calibration.

@@ -20,8 +20,6 @@ from shoal.kernel.protocols import KVFormat
 from shoal.model.ksort import By, captured, channel_sizes
 from shoal.model.transformer import Transformer
 
-__all__ = ["FormatRow", "KVReport", "kv_report"]
-
 # Tokens whose scores are compared: every one with every other.
 _TOKENS = 256
 
@@ -55,8 +53,6 @@ class KVReport(Value):
     """Sizes of the key channels of a model, and what its cache formats lose.
 
     Args:
-        model: its name.
-        head_dim: d.
         by: what determines a channel's size: weight or calibration.
         keys: what the errors are of: the keys of a text, or normal numbers of these sizes.
         sizes: of every layer, head and channel.

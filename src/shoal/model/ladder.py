@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shoal.model.norm import RMSNorm
     from shoal.model.transformer import Transformer, TransformerBlock
 
-__all__ = ["Join", "Late", "State", "settled", "through", "wired"]
-
 Late = Tensor | Callable[[], Tensor]
 """The output of a sub-layer: there, or on its way and waited for by the call."""
 

@@ -12,8 +12,6 @@ from shoal.kernel.dispatch import dispatch
 from shoal.kernel.protocols import Kernel, Ready
 from shoal.kernel.tensors import name_of
 
-__all__ = ["DispatchedLinear", "rows_like"]
-
 # Up to so many rows each number of them is asked about by itself.
 _EACH = 16
 # Numbers of rows that stand for all that are asked for.
@@ -29,8 +27,6 @@ class DispatchedLinear(nn.Module):
     """``x @ weight.T + bias`` without gradients, by the kernel that dispatch takes.
 
     Args:
-        weight_NK: of the layer.
-        bias_N: of the layer.
         wanted: backend that must be taken.
         exact: a row has the same bits whatever other rows are computed beside it.
         gated: the first half of the rows gate the second, and their product is given.

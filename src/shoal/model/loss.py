@@ -19,14 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["IGNORE", "token_loss_sum"]
-
 # Targets with this value count nothing.
 IGNORE = -100
 
-# Logits held at a time, and those of them in fp32 at a time (which should fit a cache).
+# Logits held at a time, and those of them in fp32 at a time: what fits a cache of a CPU, and what
+# keeps an accelerator busy for the launch of the next operator.
 _CHUNK_ELEMENTS = 2**24
-_EXACT_ELEMENTS = 2**18
+_EXACT_ELEMENTS, _EXACT_ACCELERATED = 2**18, 2**22
 
 
 def _loss_and_gradient(
@@ -34,7 +33,8 @@ def _loss_and_gradient(
 ) -> None:
     """Add the loss to ``total`` and turn ``logits`` into their gradient, in place."""
     exact = total.dtype
-    rows = max(1, _EXACT_ELEMENTS // logits.shape[1])
+    on_cpu = logits.device.type == "cpu"
+    rows = max(1, (_EXACT_ELEMENTS if on_cpu else _EXACT_ACCELERATED) // logits.shape[1])
     for first in range(0, len(logits), rows):
         part = logits[first : first + rows]
         target = targets[first : first + rows].unsqueeze(1)
@@ -55,7 +55,7 @@ def _loss_and_gradient(
         p.scatter_add_(1, target, p.new_full((1, 1), -1.0).expand(len(p), 1))
         if weights is not None:
             p.mul_(weight * counted)
-        elif not bool(counted.all()):
+        elif not on_cpu or not bool(counted.all()):  # an accelerator is not waited for
             p.mul_(counted)
         if p.dtype != part.dtype:
             part.copy_(p)
@@ -67,7 +67,7 @@ def _all(
     """Loss sum, and its gradients by hidden states and output matrix."""
     exact = torch.promote_types(hidden_ND.dtype, torch.float32)
     weight = weight_VD.to(hidden_ND.dtype)
-    total = torch.zeros((), dtype=exact)
+    total = torch.zeros((), dtype=exact, device=hidden_ND.device)
     grad_hidden = torch.empty_like(hidden_ND)
     grad_weight: Tensor | None = None
     rows = max(1, _CHUNK_ELEMENTS // weight.shape[0])
@@ -124,7 +124,10 @@ def token_loss_sum(
     """
     hidden_ND, targets_N = hidden_ND.reshape(-1, hidden_ND.shape[-1]), targets_N.reshape(-1)
     weights_N = None if weights_N is None else weights_N.reshape(-1)
-    plain = torch.compiler.is_compiling() or hidden_ND.device.type != "cpu"
+    # What follows makes the matrix's gradient in any case; where it is frozen and logits are cheap,
+    # they are left to autograd.
+    apart = hidden_ND.device.type != "cpu" and not weight_VD.requires_grad
+    plain = torch.compiler.is_compiling() or apart
     if plain or not torch.is_grad_enabled():
         exact = torch.promote_types(hidden_ND.dtype, torch.float32)
         weight = weight_VD.to(hidden_ND.dtype)

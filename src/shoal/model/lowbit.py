@@ -16,8 +16,6 @@ from shoal.kernel.protocols import PackedMatrix, Ready
 from shoal.kernel.tensors import name_of
 from shoal.model.linear import rows_like
 
-__all__ = ["LowBitLinear"]
-
 
 class LowBitLinear(nn.Module):
     """``x @ weight.T + bias`` for inference, the weights in a weight format.
@@ -27,7 +25,6 @@ class LowBitLinear(nn.Module):
 
     Args:
         packed: the weights.
-        bias_N: of the layer.
         wanted: backend that must be taken.
         exact: a row has the same bits whatever other rows are computed beside it.
         activations: what rows are rounded to before the product, such as ``int8``; empty for

@@ -27,8 +27,6 @@ from shoal.model.huggingface import (
 if TYPE_CHECKING:
     from shoal.model.families.common import Names
 
-__all__ = ["Parameters"]
-
 
 class Parameters:
     """The parameters of a model directory, read one by one when they are asked for.

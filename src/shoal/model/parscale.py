@@ -33,21 +33,6 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer, TransformerBlock
 
-__all__ = [
-    "Aggregate",
-    "before",
-    "begun",
-    "causal",
-    "computing",
-    "flat",
-    "heads_of",
-    "paged",
-    "prefixes",
-    "repeated",
-    "spread",
-    "use",
-]
-
 
 class Aggregate(nn.Module):
     """The streams' states in one, by weights that follow from all of them."""

@@ -19,15 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RoutingPermutation"]
-
 
 class RoutingPermutation:
     """Which row is which choice.
 
     Args:
         expert_NK: the experts that tokens go to.
-        experts: how many there are, E.
         keep_NK: choices that hold; all, if not given.
 
     Attributes:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shoal.model.quantize.inputs import Inputs
     from shoal.model.routing import RoutingRequest, RoutingResult
 
-__all__ = ["Family", "Gate", "Quantizer"]
-
 
 @runtime_checkable
 class Family(Protocol):
@@ -33,7 +31,6 @@ class Family(Protocol):
 
     def to_huggingface(self, config: ModelConfig) -> dict[str, Any]:
         """The contents of ``config.json``."""
-        ...
 
     def from_huggingface(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         """The configuration that ``config.json`` describes; ``where`` names it in errors.
@@ -41,11 +38,9 @@ class Family(Protocol):
         Raises:
             ModelError: a value is missing, wrong or not supported.
         """
-        ...
 
     def names(self, config: ModelConfig) -> Names:
         """Our parameter -> the stored tensors that make it up, in memory order."""
-        ...
 
 
 class Gate(Protocol):
@@ -63,7 +58,6 @@ class Gate(Protocol):
 
     def shapes(self, hidden: int, num_experts: int) -> dict[str, tuple[int, ...]]:
         """Parameters of the router by their names in the layer, ``router.weight`` last."""
-        ...
 
     def check(self, top_k: int) -> None:
         """Refuse a number of experts that this gate does not send a token to.
@@ -71,7 +65,6 @@ class Gate(Protocol):
         Raises:
             ModelError: names the number.
         """
-        ...
 
     def scores(self, logits_NR: Tensor, own: Mapping[str, Tensor]) -> Tensor:
         """Scores [N, E] of all experts.
@@ -80,15 +73,12 @@ class Gate(Protocol):
             logits_NR: tokens times the router's matrix; fp32, or fp64 for fp64 weights.
             own: the router's other parameters, by name.
         """
-        ...
 
     def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
         """Experts and weights of each token, by its scores."""
-        ...
 
     def settle(self, own: Mapping[str, Tensor], load_E: Tensor) -> None:
         """A step has ended in which so many tokens chose each expert; may change ``own``."""
-        ...
 
 
 class Quantizer(Protocol):
@@ -108,7 +98,6 @@ class Quantizer(Protocol):
         Returns:
             None: as they are.
         """
-        ...
 
     def quantize(
         self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs | None = None
@@ -124,4 +113,3 @@ class Quantizer(Protocol):
             KernelError: the format refuses the matrix.
             ModelError: inputs are missing.
         """
-        ...

@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.ir.routing import Routing
 
-__all__ = [
-    "RoutingRequest",
-    "RoutingResult",
-    "StepRouting",
-    "Tokens",
-    "add_loss",
-    "balance_sums",
-    "best",
-    "squared_log_sums",
-    "tally",
-]
-
 TAG = "routing"
 
 
@@ -47,8 +35,6 @@ class StepRouting:
     """Consecutive sequences of one step of training.
 
     Args:
-        seed: seed of the run.
-        step: global step.
         row: number of the first sequence in the global batch.
         sequences: of that batch.
     """
@@ -104,7 +90,6 @@ class RoutingRequest(NamedTuple):
     Args:
         top_k: experts a token is sent to.
         normalise: the weights of a token add up to 1.
-        layer: number of the block.
         own: the gate's parameters beside the router's matrix, by name.
         tokens: what is known of the tokens; None in inference.
         keep: of scores [N, K] for experts [N, K], which are among the best of an expert; those

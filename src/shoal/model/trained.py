@@ -19,8 +19,6 @@ from shoal.model.config import ModelConfig
 from shoal.model.feedforward import Experts, SwiGLU
 from shoal.model.norm import RMSNorm
 
-__all__ = ["train_with"]
-
 
 def train_with(
     module: nn.Module,

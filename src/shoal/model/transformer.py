@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError, require
 from shoal.core.parts import table
@@ -28,20 +27,24 @@ from shoal.model.dropout import ATTENTION, FEED_FORWARD, Drop, StepDropout
 from shoal.model.feedforward import Experts, SwiGLU
 from shoal.model.loss import token_loss_sum
 from shoal.model.norm import RMSNorm
+from shoal.model.recompute import computed_again
 from shoal.model.rope import frequencies, tables, tables_at
 from shoal.model.routing import StepRouting, Tokens
 
 if TYPE_CHECKING:
     from shoal.model.protocols import Gate
 
-__all__ = ["Transformer", "TransformerBlock"]
-
 
 class TransformerBlock(nn.Module):
     """Attention, then feed-forward, each on the normalised stream and added to it.
 
     In the family parallel both read the same: y = x + attention(norm(x)) + mlp(norm(x)).
+
+    Attributes:
+        keeps_products: where the block is computed again, what products and attention give is kept.
     """
+
+    keeps_products = False
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -137,11 +140,7 @@ def _alone(x: Tensor) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """The model, with weights as PyTorch leaves them; ``init_weights`` gives it its own.
-
-    Args:
-        config: what to build.
-    """
+    """The model, with weights as PyTorch leaves them; ``init_weights`` gives it its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -206,7 +205,7 @@ class Transformer(nn.Module):
                 documents do not see each other.
             cache: keys and values of the tokens before these; is moved on.
             recompute: keep only the input of every block, or of the blocks with these numbers,
-                for the backward pass.
+                for the backward pass, and what :mod:`shoal.model.recompute` was asked to keep.
             dropout: of these sequences; none where the model is not in training mode.
             routing: their place in a step of training, for routers of experts; without it tokens
                 go where they go in inference.
@@ -270,7 +269,7 @@ class Transformer(nn.Module):
         again = recompute if isinstance(recompute, Collection) else range(len(self.blocks))
         for layer, block in enumerate(self.blocks):
             if recompute and layer in again and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, cos, sin, *rest, use_reentrant=False)
+                x_BTD = computed_again(block, x_BTD, cos, sin, *rest)
             else:
                 x_BTD = block(x_BTD, cos, sin, *rest)
         if cache is not None:

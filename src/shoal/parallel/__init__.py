@@ -20,9 +20,7 @@ SHARDS = PartTable(
         "hybrid": "shoal.parallel.shard.hybrid:HybridShard",
         "topo3": "shoal.parallel.shard.topo3:Topo3",
     },
-    about=(
-        "What each data-parallel rank holds only its share of. Chosen by the key `shard` of a job."
-    ),
+    about=("What is sharded over data-parallel ranks. Chosen by the key `shard` of a job."),
     protocol="shoal.parallel.protocols:Shard",
 )
 
@@ -39,7 +37,8 @@ CONTEXTS = PartTable(
         "double_ring": "shoal.parallel.context.double_ring:DoubleRing",
     },
     about=(
-        "How attention reaches the whole sequence where ranks share it. Chosen by the key "
+        "Context parallelism: how attention works on a sequence that ranks share. Chosen by the "
+        "key "
         "`parallel.context` of a job."
     ),
     protocol="shoal.parallel.protocols:ContextPart",
@@ -54,7 +53,7 @@ SYNCS = PartTable(
         "co2": "shoal.parallel.outer.co2:CO2",
     },
     about=(
-        "How often data-parallel workers agree: in every step, or once a round of steps. "
+        "How often data-parallel workers synchronize: every step, or once per round of steps. "
         "Chosen by the key `sync` of a job."
     ),
     protocol="shoal.parallel.protocols:SyncPart",

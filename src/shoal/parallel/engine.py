@@ -34,6 +34,7 @@ from shoal.model.dropout import Dropout
 from shoal.model.initialise import empty
 from shoal.model.routing import StepRouting
 from shoal.model.trained import train_with
+from shoal.model.transformer import TransformerBlock
 from shoal.parallel.comm.ranks import ranks_of
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.expert.fssdp import lending
@@ -41,13 +42,13 @@ from shoal.parallel.expert.gradients import GradientSlices
 from shoal.parallel.expert.resharding import Resharding
 from shoal.parallel.hdp.offload import host_share
 from shoal.parallel.hdp.runtime import HybridRuntime
+from shoal.parallel.pipeline.layered import LayeredPart
 from shoal.parallel.pipeline.part import SplitPart, WholePart
 from shoal.parallel.pipeline.runtime import Runtime, StageBoundary, span_of
 from shoal.parallel.pipeline.stages import HintedStage, WholeStage
 from shoal.parallel.protocols import LocalParameter, MicroBatch, Updater
 from shoal.parallel.shard.folded import folded
 from shoal.parallel.tensor.rows import ReplicaSequences, WeightSource
-from shoal.parallel.tensor.slices import is_expert
 
 if TYPE_CHECKING:
     from shoal.core.parts import Choice
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
     from shoal.memory.streaming.tiling import Tile
     from shoal.model.transformer import Transformer
     from shoal.parallel.protocols import Comm, Ranks, ShardedModel
-
-__all__ = ["ParallelEngine"]
 
 
 class NoUpdate:
@@ -126,7 +125,7 @@ class ParallelEngine:
         self.workers = workers or 1
         self.coord = parallel.attention().coord(world.rank)
         self.split = parallel.tp * parallel.cp * parallel.pp > 1 or parallel.folded
-        self.split = self.split or job.batching is not None
+        self.split = self.split or job.batching is not None or job.layers_apart
         self.reads: tuple[int, int] | None = (self.replica, self.replicas)
         self.prepare: Callable[[ReplicaSequences], ReplicaSequences] = lambda rows: rows
         self.context = table("context").build(parallel.context) if parallel.cp > 1 else None
@@ -140,7 +139,8 @@ class ParallelEngine:
         self.part: WholePart
         stages: Mapping[int, Any] = {}
         if self.split:
-            self.part = part = SplitPart(
+            kind = LayeredPart if job.layers_apart else SplitPart
+            self.part = part = kind(
                 job,
                 self.config,
                 schedule,
@@ -163,7 +163,7 @@ class ParallelEngine:
             if job.offload is not None:
                 self.whole = empty(self.config).to(dtype).train()
             else:
-                self.whole = weights.model().to(self.device, dtype).train()
+                self.whole = _placed(weights.model(), self.device, dtype).train()
             # Fine-tuning may have made another architecture of it.
             own = {"architecture": self.whole.config.architecture}
             self.whole.config = self.config.model_copy(update=own)
@@ -180,6 +180,10 @@ class ParallelEngine:
         layers, experts = self.config.num_layers, self.config.num_experts
         if experts:
             self.hooks.add(Routers(self.local, layers, experts, sequences, self.ranks.peers))
+        if job.recompute == "selective":
+            for block in self.local.modules():
+                if isinstance(block, TransformerBlock):
+                    block.keeps_products = True
         self._tiles: Mapping[str, Tile] = {}
         self.sharded = self._sharded(weights, place, machine)
         if self.whole is not None:  # now that its loss_sum is the sharded one
@@ -227,7 +231,9 @@ class ParallelEngine:
         whole_matrices = optimizer.whole_matrices
         # A forward pass of a sharded model is itself collective: all ranks make the same ones.
         self.gathers = job.offload is not None or bool(shard.divides & {"gradients", "weights"})
-        self.together = self.gathers or job.parallel.folded
+        self.gathers = self.gathers and not job.layers_apart  # not of every parameter
+        self.together = self.gathers or job.parallel.folded or job.base == "divided"
+        self.together = self.together or job.layers_apart
         self._lent = self._parameters
         sharded_model: ShardedModel
         if job.offload is not None:
@@ -259,7 +265,9 @@ class ParallelEngine:
                 layers = self.config.num_layers
                 self.hooks.add(GradientSlices(self.local, sharded_model, slices, layers))
         else:
-            sharded_model = shard.apply(self.local, ranks.data, whole_matrices=whole_matrices)
+            sharded_model = self.part.sharded(
+                shard, self.local, ranks.data, whole_matrices=whole_matrices
+            )
         return sharded_model
 
     def _assign_sequences(self, choice: Choice, stage: Any, cost: SequenceCost | None) -> None:
@@ -283,11 +291,7 @@ class ParallelEngine:
         self._compute = lambda rows, size, count, record: hybrid.step(rows, 1.0 / count)
 
     def updater(self, optimizer: Any) -> Updater:
-        """What updates this rank's parameters: a model in tiers does it itself.
-
-        Args:
-            optimizer: a part of kind ``optimizer``.
-        """
+        """What updates this rank's parameters: a model in tiers does it itself."""
         if isinstance(self.sharded, Updater):
             return self.sharded
         owned = self.sharded.owned()
@@ -412,16 +416,12 @@ class ParallelEngine:
 
     def grad_norm(self) -> Tensor:
         """Global L2 norm of all gradients; every logical parameter counts once."""
-        experts, first = self.ranks.experts, self.part.first_holder
-        if experts is None:
-            squares = self.sharded.squared_norm(first)
-            self.ranks.model.all_reduce(squares, tag="norm").wait()
-            return squares.sqrt()
-        squares = self.sharded.squared_norm(lambda n: not is_expert(n) and first(n))
-        self.ranks.model.all_reduce(squares, tag="norm").wait()
-        of_experts = self.sharded.squared_norm(is_expert)
-        experts.model.all_reduce(of_experts, tag="norm").wait()
-        return (squares + of_experts).sqrt()
+        sums = []
+        for comm, counts in self.part.copies(self.ranks):
+            sums.append(self.sharded.squared_norm(counts))
+            comm.all_reduce(sums[-1], tag="norm").wait()
+        first, *rest = sums
+        return sum(rest, first).sqrt()
 
     def _kept(self) -> dict[str, Tensor]:
         """Parameters that no gradient reaches: a hook changes them."""
@@ -472,6 +472,13 @@ class ParallelEngine:
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""
         self.local.train(mode)
+
+
+def _placed(model: Transformer, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """A model on a device, its fp32 weights in ``dtype``; what lies in fewer bits stays so."""
+    for x in (*model.parameters(), *model.buffers()):
+        x.data = x.data.to(device, dtype if x.dtype == torch.float32 else x.dtype)
+    return model
 
 
 def _copied(batches: Sequence[MicroBatch]) -> list[Tensor | None]:

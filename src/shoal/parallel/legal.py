@@ -15,11 +15,10 @@ from shoal.ir.architecture import Architecture
 from shoal.ir.routing import Routing
 from shoal.parallel.legal_architecture import check_architecture
 from shoal.parallel.legal_experts import check_experts, divisors_text
+from shoal.parallel.legal_layers import check_layers_apart
 from shoal.parallel.overlap import TILES
 from shoal.plan.composition import check_composition
 from shoal.plan.partition import cells_for
-
-__all__ = ["check_split", "schedule_of"]
 
 
 def schedule_of(job: TrainJob) -> Schedule:
@@ -58,6 +57,22 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
     """
     p = job.parallel
     tp, cp, pp = p.tp, p.cp, p.pp
+    require(
+        job.engine == "shoal",
+        "engine",
+        job.engine,
+        expected="shoal: a plan that is priced for another program is run by that program",
+        hint="shoal plan train --emit writes its launch files; or give --set engine=shoal",
+        error=PlanError,
+    )
+    require(
+        job.products == "same",
+        "products",
+        job.products,
+        expected="same: Shoal's runtime computes products in the precision of the job",
+        hint="plan with --engine megatron, nemo or torchtitan for products in eight bits",
+        error=PlanError,
+    )
     require(
         shape.family != "mdlm" or tp == cp == pp == 1,
         "parallel",
@@ -198,15 +213,5 @@ def _check_layers(job: TrainJob, shape: ModelShape) -> None:
         expected=f"groups whose blocks add up to the {shape.num_layers} of {shape.name}",
         error=PlanError,
     )
-    p = job.parallel
-    for number, group in enumerate(job.layers):
-        require(
-            job.degrees(group) == (p.dp, p.tp, p.cp) and group.shard in (None, job.shard),
-            f"layers.{number}",
-            group.model_dump(mode="json", exclude_none=True),
-            expected=f"dp, tp, cp and shard of the job: {p.dp}, {p.tp}, {p.cp} and {job.shard}. "
-            "Blocks with degrees or sharding of their own are planned only: this version runs "
-            "groups that differ in recompute, and stages of any length",
-            hint="plan with --set planner.runnable=true, or remove these keys",
-            error=PlanError,
-        )
+    if job.layers_apart:
+        check_layers_apart(job, shape)

@@ -10,8 +10,6 @@ from shoal.core.parts import table
 from shoal.ir import ModelShape, TrainJob
 from shoal.ir.routing import Routing
 
-__all__ = ["check_architecture"]
-
 
 def check_architecture(job: TrainJob, shape: ModelShape) -> None:
     """Refuse a job whose split or memory saving cannot honour the model's architecture.

@@ -16,8 +16,6 @@ from shoal.cost.price.shares import microbatch_of
 from shoal.ir import ModelShape, TrainJob
 from shoal.plan.placement.protocols import ExpertPlacer
 
-__all__ = ["check_experts", "divisors_text"]
-
 _MOST_LISTED = 12
 
 
@@ -62,6 +60,13 @@ def check_experts(job: TrainJob, shape: ModelShape) -> None:
         "parallel.expert_dispatch",
         p.expert_dispatch,
         expected="flat where no ranks share out experts; give parallel.ep",
+        error=PlanError,
+    )
+    require(
+        p.overlap != "experts",
+        "parallel.overlap",
+        p.overlap,
+        expected="none or tile; give expert_chunks to compute while tokens travel",
         error=PlanError,
     )
     _check_slices(job, shape)

@@ -144,7 +144,6 @@ class ContextPart(Protocol):
         Raises:
             ConfigError: names the number and those that would do.
         """
-        ...
 
     def positions(self, length: int, world: int) -> list[np.ndarray]:
         """Positions int64 [length / world] of each rank.
@@ -152,7 +151,6 @@ class ContextPart(Protocol):
         Raises:
             ConfigError: a length that the ranks cannot share; names those that they could.
         """
-        ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], comm: Comm) -> Tensor:
         """Softmax attention of this rank's queries over every rank's keys; has a gradient.
@@ -167,11 +165,9 @@ class ContextPart(Protocol):
         Returns:
             [B, H, T / world, d]; zero where nothing is seen.
         """
-        ...
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes a rank sends for the attention of one step, and the seconds not hidden."""
-        ...
 
 
 class Shard(Protocol):
@@ -186,11 +182,9 @@ class Shard(Protocol):
 
         A part that offers nothing leaves it out: a planner then never proposes it.
         """
-        ...
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes a rank sends in one step, and the seconds they take."""
-        ...
 
     def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> ShardedModel:
         """Wrap ``model``; ``whole_matrices`` says that the optimizer needs them unsplit.
@@ -198,7 +192,6 @@ class Shard(Protocol):
         Raises:
             ConfigError: this sharding splits matrices and the optimizer needs them whole.
         """
-        ...
 
 
 class SyncPart(Protocol):
@@ -210,19 +203,15 @@ class SyncPart(Protocol):
         Raises:
             ConfigError: they cannot be shared out evenly.
         """
-        ...
 
     def steps(self, work: Work, machine: Machine) -> int | None:
         """Steps of a round; None without rounds."""
-        ...
 
     def kept_bytes(self, work: Work) -> float:
         """Bytes that a rank keeps for it."""
-        ...
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes a rank sends to other workers in one step, and the seconds not hidden."""
-        ...
 
     def apply(self, model: nn.Module, owned: Mapping[str, Tensor], ranks: Ranks) -> StepHook | None:
         """Begin the first round of parameters ``owned`` between the workers; None without rounds.
@@ -230,4 +219,3 @@ class SyncPart(Protocol):
         Raises:
             ConfigError: the model has a state that workers would not share.
         """
-        ...

@@ -16,16 +16,6 @@ from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
 from shoal.ir import Parallel, TrainJob
 
-__all__ = [
-    "CompositionRule",
-    "check_composition",
-    "clash",
-    "excluded_by",
-    "part_traits",
-    "split_traits",
-    "work_traits",
-]
-
 
 class CompositionRule(NamedTuple):
     """Two traits that exclude each other.
@@ -93,6 +83,14 @@ RULES: tuple[CompositionRule, ...] = (
     ),
     *_rules("compiled", "whose code keeps what it saves itself", "moves_activations"),
     *_rules("compiled", "whose blocks send nothing", "divides_model"),
+    *_rules(
+        "keeps_products",
+        "which keeps what products give on the device",
+        "leaves_device",
+        "moves_activations",
+        "passes_differ",
+        "layers_differ",
+    ),
     *_rules("experts_apart", "whose tokens travel", "levels", "copies_weights", "compiled"),
     *_rules("experts_apart", "whose ranks divide the state already", "leaves_device"),
     *_rules("copies_experts", "which copies whole experts", "shards_gradients"),
@@ -108,7 +106,28 @@ RULES: tuple[CompositionRule, ...] = (
     *_rules("fine_tunes", "whose method changes blocks", "compiled"),
     *_rules("fine_tunes", "whose gradients and moments are few", "leaves_device"),
     *_rules("fine_tunes", "whose checkpoints lack the base", "replans", "dumps"),
+    *_rules(
+        "divides_base",
+        "whose ranks have parts of its matrices",
+        "reads_base",
+        "replaces_base",
+        "layers_differ",
+    ),
     *_rules("own_blocks", "whose blocks are not the base's", "recomputes", "layers_differ"),
+    *_rules(
+        "layers_apart",
+        "whose blocks share out ranks and sequences in ways of their own",
+        "local_updates",
+        "passes_differ",
+        "passes_for_vocabulary",
+        "skips_stages",
+        "experts_apart",
+        "leaves_device",
+        "fine_tunes",
+        "kept_in_memory",
+        "dumps",
+        "compiled",
+    ),
     *_rules("updates_in_passes", "whose weights move while passes are made", "kept_in_memory"),
     *_rules("sees_no_documents", "whose passes see no borders", "separates_documents"),
 )
@@ -180,10 +199,16 @@ def _beside_split(job: TrainJob) -> Iterator[_Fact]:
     yield from _part("activation", "activation", job.activation)
     yield from _part("packing", "packing", job.packing)
     again, saved = job.recompute, job.checkpoint
+    parted = job.base == "divided"
+    yield from _setting("base", job.base, "own", parted, "divides_base")
     yield from _setting("compile", "true", "false", job.compile, "compiled")
     yield from _setting("recompute", again, "none", again != "none", "recomputes")
     yield from _setting("recompute", again, "none or full", again == "stage", "recomputes_stage")
+    kept = again == "selective"
+    yield from _setting("recompute", again, "none or full", kept, "keeps_products")
     yield from _setting("layers", len(job.layers), "nothing", bool(job.layers), "layers_differ")
+    apart = job.layers_apart
+    yield from _setting("layers", "apart", "groups of equal degrees", apart, "layers_apart")
     yield from _setting("replan.enabled", "true", "false", job.replan.enabled, "replans")
     kept, dumped = saved.memory is not None, saved.dump is not None
     yield from _setting("checkpoint.memory", saved.memory, "nothing", kept, "kept_in_memory")
@@ -226,6 +251,7 @@ def check_composition(job: TrainJob) -> None:
     Raises:
         PlanError: names both, their traits, and what would be legal in the place of each.
     """
+    check_base(job)
     shard = _part("shard", "shard", job.shard)
     facts = [*_of_split(job.parallel), *_beside_split(job), *shard]
     for rule in RULES:
@@ -240,9 +266,27 @@ def check_composition(job: TrainJob) -> None:
         )
 
 
+def check_base(job: TrainJob) -> None:
+    """Refuse a base that lies elsewhere than in memory of each rank, where nothing is to lie there.
+
+    Raises:
+        PlanError: names what is missing.
+    """
+    if job.base != "own" and job.finetune is None:
+        raise PlanError(
+            f"base = {job.base} without finetune: every weight is trained, and none stands still; "
+            "give finetune, or base = own"
+        )
+    if job.base == "divided" and job.parallel.dp == 1 and "parallel" in job.model_fields_set:
+        raise PlanError(
+            "base = divided with parallel.dp = 1: one rank has the whole base; give more "
+            "data-parallel ranks, or base = own"
+        )
+
+
 def _legal(fact: _Fact, facts: Sequence[_Fact]) -> str:
     """What could stand in the place of a choice, beside all others."""
-    if not fact.kind or fact.kind in _OF_KIND:
+    if not fact.kind:
         return fact.plain
     rest = frozenset[str]().union(*(one.traits for one in facts if one is not fact))
     names = [name for name in table(fact.kind) if not clash(rest, part_traits(fact.kind, name))]

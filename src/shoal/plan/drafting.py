@@ -9,8 +9,6 @@ from shoal.cost.shapes import resolve
 from shoal.ir import Interval, Machine, ModelShape, Parallel
 from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterWork
 
-__all__ = ["features_s", "plan_drafter"]
-
 # Sequences that the target writes at a time.
 _ROWS = 64
 # Half-width of the 90 % interval of the time before the first step, as a share.

@@ -8,18 +8,12 @@ from shoal.core.errors import require
 from shoal.cost.training.totals import steps_of
 from shoal.ir import Estimate, TrainJob
 
-__all__ = ["DEFAULT_STEPS", "num_steps", "with_steps"]
-
 DEFAULT_STEPS = 1000
 """Steps of a job that names no length."""
 
 
 def num_steps(job: TrainJob, estimate: Estimate | None = None) -> int:
     """Optimizer steps of ``job``: its own, or from its tokens, or from its minutes.
-
-    Args:
-        job: the job.
-        estimate: predicted cost of its step, which minutes need.
 
     Raises:
         ConfigError: the job gives minutes and there is no estimate to divide them by.

@@ -12,7 +12,7 @@ from annotated_types import Ge
 from shoal.core.counts import Count
 from shoal.core.parts import part, table
 from shoal.core.sizes import human_bytes
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.cost import shapes
 from shoal.cost.longctx.peak import Convention, LongContext, LongModel, Peaks, lengths
 from shoal.cost.longctx.picture import picture
@@ -26,8 +26,6 @@ from shoal.cost.longctx.sessions import (
 from shoal.ir import Explanation, Machine, ModelShape, Progress, SchedulerLimits
 from shoal.machine.described import load
 
-__all__ = ["LongctxStudy"]
-
 # Tokens of a block of the simulated cache; contexts have so many that small ones take long.
 _BLOCK = 256
 # A simulated document is a list of its tokens: beyond this they would not fit into memory.
@@ -36,10 +34,10 @@ _MOST_SIMULATED = 2_000_000
 
 @part
 class LongctxStudy:
-    """Say what long context costs: users that fit, prompt, answer and switch, by length.
+    """Show the cost of long context: concurrent users, prefill, decoding and swapping, by length.
 
-    Everything is at the peak of the hardware. Also: from which length the cache outweighs the
-    weights, and by what factor it must shrink for a long context to cost what a short one does.
+    Times are at the peak of the hardware. Also shows from which length the cache is larger than the
+    weights, and the cache reduction at which a long context costs as much as a short one.
 
     **Examples**
 
@@ -219,10 +217,10 @@ class LongctxStudy:
                 _tokens(row["tokens"]),
                 human_bytes(row["cache_bytes"]),
                 f"{row['users']:,.2f}" if row["users"] < 10 else f"{row['users']:,.0f}",
-                f"{row['prefill_s']:,.3g} s",
-                f"{row['answer_s']:,.3g} s",
+                f"{digits(row['prefill_s'])} s",
+                f"{digits(row['answer_s'])} s",
                 f"{100 * row['attention_share']:.0f} %",
-                f"{row['switch_s']:,.3g} s",
+                f"{digits(row['switch_s'])} s",
             ]
             if self.users:
                 there = record["sessions_per_hour"].get(str(row["tokens"]), {})
@@ -236,12 +234,12 @@ class LongctxStudy:
         needs = setting.needed(self.long, self.short)
         lines = [
             f"For {_tokens(self.long)} to be as cheap as {_tokens(self.short)}: "
-            + ", ".join(f"{one.number} needs {one.of} x {one.factor:.3g}" for one in needs)
+            + ", ".join(f"{one.number} needs {one.of} x {digits(one.factor)}" for one in needs)
         ]
         ways = reaching(setting, shape, long=self.long, short=self.short)
         for left, some in ways[:5]:
             breaks = "; ".join(one.way.breaks for one in some)
-            lines.append(f"  {' + '.join(map(str, some))}: cache x {left:.3g} ({breaks})")
+            lines.append(f"  {' + '.join(map(str, some))}: cache x {digits(left)} ({breaks})")
         if not ways:
             lines.append("  no composition of the known ways is enough")
         return "\n".join(lines)

@@ -15,10 +15,8 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from shoal.core.errors import PlanError, require
-from shoal.cost.arithmetic import linears
+from shoal.cost.arithmetic import attention_width, linears
 from shoal.ir import ModelShape, Schedule
-
-__all__ = ["block_costs", "cells_for", "partition", "stages_for", "uniform_stages"]
 
 
 def partition(costs: Sequence[float], cells: int) -> tuple[range, ...]:
@@ -135,7 +133,7 @@ def block_costs(
         seq_len: tokens of a sequence, for the attention; its longest one if not given.
     """
     length = shape.max_position if seq_len is None else seq_len
-    attention = 4.0 * shape.num_heads * shape.head_dim * ((length + 1) / 2)
+    attention = 4.0 * shape.num_heads * attention_width(shape) * ((length + 1) / 2)
     everywhere, dense, sparse, output = attention, 0.0, 0.0, 0.0
     for linear in linears(shape):
         one = linear.flops_per_token / linear.layers
@@ -143,7 +141,7 @@ def block_costs(
             output = one
         elif linear.name.startswith("ffn"):
             dense += one
-        elif linear.name.startswith(("expert", "shared", "router")):
+        elif linear.role in ("expert", "mixture"):
             sparse += one
         else:
             everywhere += one

@@ -17,12 +17,13 @@ from typing import Any
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
+from shoal.core.sizes import human_bytes
 from shoal.cost.arithmetic import parameters
 from shoal.cost.shapes import shape_of
 from shoal.cost.training.step import Pricer
-from shoal.ir import Machine, TrainJob, Work
-
-__all__ = ["PeftOption", "advise"]
+from shoal.ir import Machine, ModelShape, TrainJob, Work
+from shoal.plan.strategy.judge import usable_bytes
+from shoal.plan.strategy.space import families
 
 # Methods whose adapters are served beside others in one batch.
 _TOGETHER = ("lora", "rslora", "lora_fa", "dylora", "adalora", "vera")
@@ -43,10 +44,9 @@ class PeftOption:
     """A method and what it would take.
 
     Args:
-        method: its name and options.
         trained: parameters.
         share: of all parameters.
-        memory_bytes: of a rank, by cause.
+        memory_bytes: of a rank, by cause, under the first plan that fits, or the thriftiest.
         added_share: operations of a token that it adds at serving time, as a share; 0 when merged.
         fits: it keeps to the budget and to what was asked for.
         reason: why it is where it is in the list.
@@ -81,7 +81,7 @@ def advise(
     Args:
         job: model, batch and optimizer; its own ``finetune`` is not looked at.
         machine: where it will run.
-        budget_bytes: of one device; that of the machine if not given.
+        budget_bytes: of one device; what a plan may fill of the machine's if not given.
         must_merge: what is served must cost no more than the model.
         tenants: adapters that will be served on one base.
         share: of the parameters that may be trained, at most.
@@ -93,7 +93,6 @@ def advise(
     require(share is None or 0 < share <= 1, "share", share, expected="in (0, 1]", error=PlanError)
     require(tenants >= 1, "tenants", tenants, expected="1 or more", error=PlanError)
     shape = shape_of(job)
-    budget = budget_bytes or machine.device.main_memory.capacity_bytes
     every = float(parameters(shape))
     pricer = Pricer(machine)
     peft_options: list[PeftOption] = []
@@ -102,12 +101,12 @@ def advise(
         part: Any = table("peft").build(method)
         trained = float(part.parameters(shape))
         tuned = job.model_copy(update={"finetune": method, "microbatch": job.microbatch or 1})
-        memory = pricer.memory(Work(shape=shape, job=tuned))
+        memory, fits = _memory(tuned, shape, pricer, budget_bytes)
         merged = part.mergeable and tenants == 1
         added = 0.0 if merged else _PER_PARAMETER * trained / (2.0 * every)
         reasons = []
-        if sum(memory.values()) > budget:
-            reasons.append(f"needs {sum(memory.values()) / 2**30:.1f} GiB")
+        if not fits:
+            reasons.append(f"needs {human_bytes(sum(memory.values()))}")
         if share is not None and trained > share * every:
             reasons.append(f"trains {100 * trained / every:.3g} %")
         if must_merge and not part.mergeable:
@@ -129,6 +128,36 @@ def advise(
     return sorted(
         peft_options, key=lambda one: (not one.fits, place.get(one.method.name, len(place)))
     )
+
+
+def _memory(
+    job: TrainJob, shape: ModelShape, pricer: Pricer, budget: float | None
+) -> tuple[dict[str, float], bool]:
+    """Bytes of a rank under the first plan that fits, or under the thriftiest; whether one fits.
+
+    What the job leaves open is open: its ranks, where the base lies, what is computed again.
+
+    Raises:
+        PlanError: no split of the job is legal.
+    """
+    least: dict[str, float] = {}
+    for family in families(job, pricer.machine, shape):
+        room = budget or usable_bytes(family.job, pricer.machine)
+        for recompute in family.recomputes:
+            member = family.member(family.sizes[0], recompute, job.precision)
+            memory = pricer.memory(Work.model_construct(shape=shape, job=member))
+            if sum(memory.values()) <= room:
+                return memory, True
+            if not least or sum(memory.values()) < sum(least.values()):
+                least = memory
+    require(
+        bool(least),
+        "parallel",
+        job.parallel,
+        expected=f"a parallelism configuration that is valid with finetune = {job.finetune}",
+        error=PlanError,
+    )
+    return least, False
 
 
 def _why(part: Any, merged: bool, tenants: int) -> str:

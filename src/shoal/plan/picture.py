@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from shoal.core.bars import StackedBars
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
+from shoal.core.sizes import human_bytes
+from shoal.core.tables import cut
 from shoal.cost.pipeline.picture import MOST_BOXES, Picture
 from shoal.cost.pipeline.simulator import MachineLinks, Timeline, simulate
 from shoal.cost.price.shares import passes_of
@@ -15,13 +17,11 @@ from shoal.cost.training.step import Pricer
 from shoal.ir import TrainPlan, Work
 from shoal.plan.schedules.vocab import with_vocabulary
 from shoal.plan.strategy.judge import usable_bytes
-from shoal.plan.table import COLUMNS, explain, spell
+from shoal.plan.table import choices, details, numbers, spell
 
 if TYPE_CHECKING:
     from shoal.core.web.site import Drawing
     from shoal.plan.what_if import WhatIfResult
-
-__all__ = ["content", "page", "pictures", "timeline"]
 
 
 def timeline(plan: TrainPlan) -> tuple[Timeline, str] | None:
@@ -50,7 +50,7 @@ def pictures(plans: Sequence[TrainPlan]) -> list[Drawing]:
     """Seconds of a step by cause, bytes of a rank by cause, and the best plan's timeline.
 
     Raises:
-        PlanError: there is no plan, or one has no estimate.
+        PlanError: no plan exists, or one has no estimate.
     """
     require(bool(plans), "plans to draw", 0, expected="at least one", error=PlanError)
     times, memory = {}, {}
@@ -68,13 +68,13 @@ def pictures(plans: Sequence[TrainPlan]) -> list[Drawing]:
         memory[name] = {k: float(b) for k, b in plan.estimate.memory_bytes.items() if b > 0}
     best = plans[0]
     pictures: list[Drawing] = [
-        StackedBars("where a step's time goes", _short(times), _seconds),
+        StackedBars("step time by cause", _short(times), _seconds),
         StackedBars(
-            "memory of a rank",
+            "memory per rank",
             _short(memory),
-            lambda size: f"{size / 1e9:.1f} GB",
+            human_bytes,
             limit=usable_bytes(best.job, best.machine),
-            limit_name="a rank may fill",
+            limit_name="usable by a rank",
         ),
     ]
     drawn = timeline(best)
@@ -88,12 +88,10 @@ def pictures(plans: Sequence[TrainPlan]) -> list[Drawing]:
 
 def content(plans: Sequence[TrainPlan], answers: Sequence[WhatIfResult] = ()) -> dict[str, object]:
     """What ``plans_body.html`` shows."""
-    columns = [column for column in COLUMNS if column != "why"]
     return {
         "why": plans[0].why,
         "notes": plans[0].notes,
-        "columns": columns,
-        "rows": explain(plans),
+        "tables": [numbers(plans), choices(plans), details(plans)],
         "pictures": pictures(plans),
         "answers": answers,
     }
@@ -108,7 +106,7 @@ def page(plans: Sequence[TrainPlan], answers: Sequence[WhatIfResult] = (), *, ti
 
 def _short(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Names that fit beside their bars; they stay different by their numbers."""
-    return {name if len(name) <= 44 else name[:43] + "…": parts for name, parts in rows.items()}
+    return {cut(name, 60): parts for name, parts in rows.items()}
 
 
 def _seconds(seconds: float) -> str:

@@ -19,14 +19,11 @@ from shoal.cost.shapes import shape_of
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, TrainJob, Work
 
-__all__ = ["SyncOption", "SyncOptions", "rounds_picture", "ways"]
-
 
 class SyncOption(NamedTuple):
     """One way to agree, and what it takes.
 
     Args:
-        name: of the part.
         tau: steps of a round; 1 where workers agree in every step.
         delayed: the average travels during the next round.
         step_s: s of a step, on average.
@@ -119,9 +116,6 @@ def rounds_picture(priced: SyncOptions) -> str:
 
     It is as long as a round of the way that takes longest, and a step of rounds has their colour,
     as has their average.
-
-    Args:
-        priced: all ways.
     """
     tau = max(way.tau for way in priced.options)
     until = max(way.step_s for way in priced.options) * tau
@@ -133,7 +127,7 @@ def rounds_picture(priced: SyncOptions) -> str:
         'font-family="sans-serif" font-size="12" role="img">',
         f"<title>{escape(_words(priced, until))}</title>",
         "<style>text{fill:#222}.w{fill:none;stroke:#888;stroke-dasharray:3 2}"
-        "@media (prefers-color-scheme: dark){text{fill:#eee}}</style>",
+        "@media (prefers-color-scheme: dark){svg{background:#0f1219}text{fill:#eee}}</style>",
         f'<text x="{_LEFT}" y="16">{until:.3g} s: a worker computes (above), '
         "averages travel (below); dashes: it waits</text>",
     ]

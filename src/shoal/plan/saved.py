@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.core.errors import ConfigError, PlanError
+from shoal.core.errors import ConfigError, PlanError, ShoalError
 from shoal.core.files import read_yaml
 from shoal.cost.shapes import shape_of
-from shoal.ir import Machine, ModelShape, Plan, TrainPlan, kind_named
-
-__all__ = ["check_device", "check_machine", "check_model", "machine_marks", "mark", "read_plan"]
+from shoal.ir import Machine, ModelShape, Plan, Report, TrainPlan, kind_named, kind_of
 
 # What a shape is called, and where its numbers come from, changes nothing.
-_WORDS = {"name", "family", "source"}
+_WORDS = {"name", "family", "source", "rope_base"}
 # What decides how fast a probed host is, of everything that its fingerprint says.
 _TELLING = ("cpu", "isa", "cores")
 _MOST_LISTED = 6
@@ -41,6 +39,14 @@ def read_plan(path: Path) -> Plan[Any]:
         )
     # Plans of version 0.1 that train do not say so.
     return kind_named(str(job.get("job", "train"))).plan_type.load(path)
+
+
+def read_report(path: Path, plan: Plan[Any]) -> Report[Any] | None:
+    """The report that a run of such a plan has left; None where there is none that can be read."""
+    try:
+        return kind_of(plan).report_type.model_validate_json(path.read_bytes())
+    except (OSError, ValueError, ShoalError):  # of another version: the run makes it again
+        return None
 
 
 def mark(facts: Mapping[str, object]) -> str:

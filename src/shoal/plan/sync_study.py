@@ -8,18 +8,16 @@ from annotated_types import Ge, Gt, Lt
 
 from shoal.core.parts import part
 from shoal.core.sizes import human_bytes
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.ir import Explanation, Machine, Parallel, Progress, TrainJob
 from shoal.plan.rounds import rounds_picture, ways
-
-__all__ = ["SyncStudy"]
 
 
 @part
 class SyncStudy:
-    """Sum gradients in every step, or average once a round, or behind the next round?
+    """Compare gradient synchronization in every step with local updates (Local SGD, DiLoCo, CO2).
 
-    Every way is priced for the same job; nothing runs. What rounds cost in loss is not priced:
+    All methods are priced for the same job; nothing runs. Their effect on the loss is not priced:
     see the claim co2.
 
     **Examples**
@@ -62,13 +60,13 @@ class SyncStudy:
         result = ways(job, machine, tau=self.tau)
         shown = Table(
             title=f"{self.model}, {dp} workers on {machine.name}: a step takes "
-            f"{result.alone_s:.3g} s alone, an average travels {result.average_s:.3g} s",
+            f"{digits(result.alone_s)} s alone, an average travels {digits(result.average_s)} s",
             columns=("sync", "tau", "step", "waits", "sent/step"),
             rows=tuple(
                 (
                     way.name,
                     str(way.tau),
-                    f"{way.step_s:.3g} s",
+                    f"{digits(way.step_s)} s",
                     f"{100 * way.waits_s / way.step_s:.0f} %",
                     human_bytes(int(way.sent_bytes)),
                 )

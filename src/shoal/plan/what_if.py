@@ -6,16 +6,15 @@ the best plan there, not of today's plan on faster parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.core.errors import ShoalError
+from shoal.core.tables import Table, table_of
 from shoal.ir import Machine, TrainJob, TrainPlan
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.strategy.remedy import enlarged
 from shoal.plan.table import spell
-
-__all__ = ["WhatIfResult", "what_if"]
 
 
 @dataclass(frozen=True)
@@ -130,3 +129,21 @@ def _memory(machine: Machine, size: Callable[[int], int], factor: float) -> Mach
     return machine.model_copy(
         update={"device": machine.device.model_copy(update={"memory": tiers})}
     )
+
+
+def answer_tables(answers: Sequence[WhatIfResult]) -> Iterator[Table]:
+    """What other machines would do, for people."""
+    if not answers:
+        return
+    rows = [
+        (
+            place,
+            answer.question,
+            f"{answer.step:.2f}x" if answer.step else "",
+            f"{answer.price:.2f}x" if answer.price else "",
+        )
+        for place, answer in enumerate(answers, 1)
+    ]
+    yield table_of("what if", ("#", "on a machine with", "step", "price"), rows, right="r rr")
+    plans = [(place, answer.plan) for place, answer in enumerate(answers, 1)]
+    yield table_of("", ("#", "best plan there"), plans, right="r ")

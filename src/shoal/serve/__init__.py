@@ -16,6 +16,8 @@ MEMORIES = PartTable(
         "peer": "shoal.serve.cache.weights:PeerMemory",
         "superpipeline": "shoal.serve.cache.superpipeline:SuperpipelineMemory",
     },
-    about=("Where the weights of the layers lie. Chosen by the key `memory` of a serving job."),
+    about=(
+        "Where the weights of the layers are stored. Chosen by the key `memory` of a serving job."
+    ),
     protocol="shoal.serve.cache.weights:MemoryPart",
 )

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from shoal.core.errors import StoreError
 from shoal.core.parts import part
+from shoal.core.tables import Table
 from shoal.ir import Flag, Interval, Machine, Quantity, ServeJob, ServePlan, ServeReport, Watch
+from shoal.plan.defaults import serving_defaults
+from shoal.plan.serving.plans import competing, plan_serve
+from shoal.plan.serving.table import tables
 
-__all__ = ["ServeKind"]
+# Of ranked plans so many have intervals; each takes two simulations more.
+_WITH_INTERVALS = 5
 
 _LATENCIES = (
-    ("ttft", "time to first token"),
-    ("tpot", "time per further token"),
-    ("itl", "time between two outputs"),
-    ("e2e", "time of a request"),
+    ("ttft", "TTFT (time to first token)"),
+    ("tpot", "TPOT (time per output token after the first)"),
+    ("itl", "ITL (inter-token latency)"),
+    ("e2e", "E2E (latency of a whole request)"),
 )
 _AMONG = (("mean", ""), ("p50", "median"), ("p95", "95 % within"), ("p99", "99 % within"))
 
@@ -41,6 +46,10 @@ class ServeKind:
         Flag(name="requests", path="workload.requests", help="Requests of the workload."),
         Flag(name="scheduler", path="scheduler", help="Which requests are in the next step."),
         Flag(name="precision", path="precision", help="auto, fp32 or bf16."),
+    )
+    rests_on: ClassVar = (
+        *("workload.name", "workload.rate", "precision", "weights", "kv_format", "max_running"),
+        *("max_step_tokens", "engine"),
     )
     quantities: ClassVar = (
         Quantity(
@@ -67,11 +76,38 @@ class ServeKind:
 
     def plan(self, job: ServeJob, machine: Machine) -> Sequence[ServePlan]:
         """The job as it is, then with the other parts that could serve it, best first."""
-        from shoal.plan.serving.plans import competing, plan_serve
-
         request = plan_serve(job, machine)
         others = competing(job, request, divide=False)
         return [request, *(one for one in others if one is not request)]
+
+    def defaults(self, job: ServeJob, machine: Machine) -> Mapping[str, Any]:
+        """See :func:`~shoal.plan.defaults.serving_defaults`."""
+        return serving_defaults(job, machine)
+
+    def rank(
+        self,
+        job: ServeJob,
+        machine: Machine,
+        *,
+        drafters: Sequence[str] = (),
+        compare: bool = True,
+    ) -> Sequence[ServePlan]:
+        """The job as it is among all that could serve it, other splits included, best first.
+
+        Args:
+            job: what is to be served.
+            machine: where.
+            drafters: directories of drafters or draft models that may guess.
+            compare: with other parts and splits; only the job as it is otherwise.
+        """
+        request = plan_serve(job, machine)
+        if not compare:
+            return [request]
+        return competing(job, request, drafters=drafters, most=_WITH_INTERVALS)
+
+    def tables(self, plans: Sequence[ServePlan], *, verbose: bool = False) -> Sequence[Table | str]:
+        """See :func:`shoal.plan.serving.table.tables`."""
+        return tables(plans, verbose=verbose)
 
     def run(
         self,

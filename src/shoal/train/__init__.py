@@ -27,7 +27,7 @@ LR_SCHEDULES = PartTable(
         "cosine": "shoal.train.lr_schedules.cosine:Cosine",
         "wsd": "shoal.train.lr_schedules.wsd:WarmupStableDecay",
     },
-    about="The course of the learning rate. Chosen by the key `lr_schedule` of a job.",
+    about="The learning-rate schedule. Chosen by the key `lr_schedule` of a job.",
     protocol="shoal.train.protocols:LrSchedule",
 )
 
@@ -39,7 +39,7 @@ LAUNCHERS = PartTable(
         "kubernetes": "shoal.train.launchers.kubernetes:Kubernetes",
         "ray": "shoal.train.launchers.ray:Ray",
     },
-    about="Files that start a plan elsewhere. Chosen by `shoal train --launch`.",
+    about="Launch files that start a plan on other machines. Chosen by `shoal train --launch`.",
     protocol="shoal.train.protocols:Launcher",
 )
 

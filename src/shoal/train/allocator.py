@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import platform
 
-__all__ = ["keep_freed_memory"]
-
 # From malloc.h; they are part of glibc's interface.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 

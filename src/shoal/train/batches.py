@@ -1,7 +1,8 @@
 """The batches of a training run: the rows that a rank is given in each step, and what they count.
 
 A batch is a function of the seed and the step. Which targets count follows from documents, from
-``learn_after`` and from masking (:mod:`shoal.train.masking`).
+what the corpus says is learned, from ``learn_after`` and from masking
+(:mod:`shoal.train.masking`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
     from shoal.ir import TrainJob
     from shoal.parallel.engine import ParallelEngine
-
-__all__ = ["BatchSource"]
 
 
 class BatchSource:
@@ -66,6 +65,9 @@ class BatchSource:
             documents = torch.from_numpy(result.documents).to(engine.device, non_blocking=True)
         first = replica * job.global_batch // replicas
         given = None if self._mark is None else masking.given(tokens, self._mark)
+        if result.learned is not None:
+            unlearned = torch.from_numpy(result.learned == 0).to(engine.device, non_blocking=True)
+            given = unlearned if given is None else given | unlearned
         mask_id = engine.config.mask_token_id
         if mask_id is not None:
             hidden = masking.masked(
@@ -84,15 +86,18 @@ class BatchSource:
             )
         if given is not None:
             targets = targets.masked_fill(given[:, 1:], IGNORE)
-            return ReplicaSequences(
-                inputs, targets, None, first, step, counted=int((targets != IGNORE).sum())
-            )
-        if documents is None:
-            return ReplicaSequences(inputs, targets, None, first, step)
-        crossing = documents[:, 1:] != documents[:, :-1]
-        return ReplicaSequences(
-            inputs, targets.masked_fill(crossing, IGNORE), documents[:, :-1], first, step
-        )
+        if documents is not None:
+            crossing = documents[:, 1:] != documents[:, :-1]
+            targets, documents = targets.masked_fill(crossing, IGNORE), documents[:, :-1]
+        counted = None
+        if self._mark is not None:
+            counted = int((targets != IGNORE).sum())
+        elif result.learned is not None:  # here, where no device is waited for
+            kept = result.learned[:, 1:] != 0
+            if result.documents is not None:
+                kept &= result.documents[:, 1:] == result.documents[:, :-1]
+            counted = int(kept.sum())
+        return ReplicaSequences(inputs, targets, documents, first, step, counted=counted)
 
     def count(self, rows: ReplicaSequences) -> float:
         """Counted tokens of all ranks that update together; they all call it."""

@@ -10,15 +10,26 @@ from shoal.core.errors import require
 from shoal.cost.shapes import shape_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor
 
+    from shoal.corpora.tokens import TokenSet
     from shoal.ir import Architecture, TrainJob
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
     from shoal.train.peft.shared import SharedWeights
 
-__all__ = ["FreshWeights", "StoredWeights", "is_directory", "weights_of"]
+
+def weights_source(job: TrainJob) -> str:
+    """Where the weights come from that training begins with, in one line."""
+    if is_directory(job.model):
+        return f"weights: loaded from {Path(job.model).absolute()}"
+    return (
+        f"weights: random, of seed {job.seed}: {job.model} names a shape; give a model directory "
+        "or an id of the hub to start from its weights"
+    )
 
 
 def is_directory(model: str) -> bool:
@@ -28,12 +39,7 @@ def is_directory(model: str) -> bool:
 
 
 class FreshWeights:
-    """Fresh fp32 weights of a seed.
-
-    Args:
-        config: of the model.
-        seed: of the weights.
-    """
+    """Fresh fp32 weights of a seed."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self.config = config
@@ -84,14 +90,19 @@ class StoredWeights:
         if architecture is not None and architecture.says:
             self.config = changed(self.config, architecture)
 
-    def model(self) -> Transformer:
-        """The whole model, ready to train."""
+    def model(self, done: Callable[[Transformer, str], None] | None = None) -> Transformer:
+        """The whole model, ready to train.
+
+        Args:
+            done: called with the model and the name of each weight that has been read, whose module
+                it may replace; not where the model becomes one of another architecture.
+        """
         import torch
 
         from shoal.model import huggingface
         from shoal.model.architecture import rebuilt
 
-        model = huggingface.read(self._directory, torch.float32, packed=False)
+        model = huggingface.read(self._directory, torch.float32, packed=False, done=done)
         return rebuilt(model, self.config.architecture, self._seed).train()
 
     @functools.cached_property
@@ -103,11 +114,21 @@ class StoredWeights:
         return self._read[name].detach()
 
 
+def with_ends(config: ModelConfig, tokens: TokenSet) -> ModelConfig:
+    """A configuration that names the tokens that end a text, and a turn of a chat.
+
+    Without them an exported model would never stop by itself.
+    """
+    ends = config.eos_ids or (tokens.end_of_text,)
+    if tokens.end_of_turn is not None and tokens.end_of_turn not in ends:
+        ends = (*ends, tokens.end_of_turn)
+    if ends == config.eos_ids:
+        return config
+    return config.model_copy(update={"eos_token_id": ends[0] if len(ends) == 1 else ends})
+
+
 def weights_of(job: TrainJob) -> FreshWeights | StoredWeights | SharedWeights:
     """What a job's model starts from: a directory, or fresh weights of the job's seed.
-
-    Args:
-        job: names the model.
 
     Raises:
         ModelError: the directory cannot be read or the name is unknown.

@@ -14,8 +14,6 @@ from shoal.core.random import generator
 if TYPE_CHECKING:
     from shoal.train.supervise import Supervisor
 
-__all__ = ["Chaos"]
-
 _KINDS = ("kill-rank", "kill-node")
 
 

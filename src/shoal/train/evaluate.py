@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,6 @@ from shoal.train.watch.watched_comm import phase
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
     from shoal.train.loop import RankTrainer, TrainStepResult
-
-__all__ = ["EvaluationHook", "bits_per_byte", "sample"]
 
 # Enough rows a pass that per-operator overhead is small, few enough that logits fit.
 _BATCH_TOKENS = 8192
@@ -45,6 +44,7 @@ class EvaluationHook(RunHook):
 
     def _evaluate(self, run: RankRun, step: int, max_tokens: int | None) -> None:
         length, begin, text = run.plan.job.evaluation.sample_tokens, time.perf_counter(), ""
+        run.event("phase", step=step, phase="evaluating")
         with phase(run.comm, "evaluate"):
             result = bits_per_byte(run.trainer, run.tokens, max_tokens=max_tokens)
             if length and run.chief:
@@ -142,7 +142,9 @@ def sample(trainer: RankTrainer, tokens: TokenSet, length: int) -> str:
     tokenizer = tokens.tokenizer()
     opening = tokens.heldout.document(0)[:16].tolist()
     model.eval()
-    with torch.no_grad():
+    # A frozen base may lie in the type of the products.
+    narrow = trainer.job.finetune is not None
+    with torch.no_grad(), trainer.engine.autocast() if narrow else contextlib.nullcontext():
         ids = generate(
             model,
             [tokens.end_of_text, *opening],

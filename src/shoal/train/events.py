@@ -10,8 +10,6 @@ from shoal.train.mfu import step_flops
 if TYPE_CHECKING:
     from shoal.train.loop import TrainStepResult
 
-__all__ = ["EventsHook"]
-
 
 class EventsHook(RunHook):
     """Writes what a step was and what hooks report of it, on the first rank."""
@@ -46,6 +44,7 @@ class EventsHook(RunHook):
                 step_s=result.seconds,
                 tokens_per_s=result.tokens / result.seconds,
                 mfu=self._flops / result.seconds / run.peak_flops,
+                targets=result.targets,
                 memory_bytes=run.trainer.memory_bytes(),
                 wire_bytes=_sent(run) - self._sent,
                 **step,

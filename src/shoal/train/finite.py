@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shoal.parallel.engine import ParallelEngine
     from shoal.train.protocols import Updater
 
-__all__ = ["FiniteHook", "bad_gradients", "bad_loss", "non_finite"]
-
 # Tensors, and groups of ranks, named in a message.
 _NAMED = 3
 
@@ -31,8 +29,6 @@ class FiniteHook(StepHook):
     """Ends a run before an update by a loss or a gradient that is not finite.
 
     Args:
-        engine: whose steps.
-        updater: of its weights.
         lr: peak learning rate, for the message.
     """
 

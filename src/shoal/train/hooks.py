@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shoal.train.loop import RankTrainer, TrainStepResult
     from shoal.train.saving import RunSaver
 
-__all__ = ["RUN_ORDER", "RankRun", "RunHook"]
-
 RUN_ORDER = (
     # Reads what the runtime kept of the step, which evaluation and another plan overwrite.
     "timeline",

@@ -21,8 +21,6 @@ from shoal.model.kv_report import KVReport, kv_report
 from shoal.model.transformer import Transformer
 from shoal.train.quantize import calibration
 
-__all__ = ["held_out_perplexity", "report_directory"]
-
 _CONTEXT = 512
 _BATCH_TOKENS = 2048
 

@@ -7,20 +7,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.checkpoint.branches import branches, place_of
+from shoal.core.hub import repo_of
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
 
-__all__ = ["RunDir"]
+
+def model_name(directory: Path) -> str:
+    """What a model directory is called: the name of its run, or its own.
+
+    Args:
+        directory: a Hugging Face directory, such as ``runs/notes/export``, which is ``notes``; a
+            snapshot of the hub has its id.
+    """
+    place = directory.resolve()
+    if (repo := repo_of(place)) is not None:
+        return repo
+    run = RunDir(place.parent)
+    return run.root.name if place == run.export and run.plan.exists() else place.name
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory of one run.
-
-    Args:
-        root: the directory itself.
-    """
+    """The directory of one run."""
 
     root: Path
 
@@ -28,6 +37,14 @@ class RunDir:
     def plan(self) -> Path:
         """The plan, written before the first step."""
         return self.root / "plan.yaml"
+
+    def past_plans(self) -> list[Path]:
+        """Plans that the run has begun with or gone on under before the newest, by age."""
+        return [self.past_plan(n) for n in range(len(list(self.root.glob("plan.*.yaml"))))]
+
+    def past_plan(self, number: int) -> Path:
+        """Where the plan before the newest is kept, counted from 0."""
+        return self.root / f"plan.{number}.yaml"
 
     @property
     def lock(self) -> Path:

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from shoal.parallel.tensor.rows import WeightSource
     from shoal.train.protocols import LrSchedule, Updater
 
-__all__ = ["RankTrainer", "StepMethod", "TrainStepResult"]
-
 StepMethod = Callable[[TrainStep, ReplicaSequences], None]
 """Goes from a step's rows to its gradients; sets its ``loss``, ``norm`` and ``stop``."""
 
@@ -60,6 +58,7 @@ class TrainStepResult:
         grad_norm: global gradient norm before clipping, of the same.
         lr: learning rate used.
         tokens: tokens of the global batch.
+        targets: those of them that the loss is a mean over.
         seconds: wall time on this rank.
         stop: some rank asked to stop; workers with rounds know it at the end of one.
     """
@@ -68,6 +67,7 @@ class TrainStepResult:
     grad_norm: float
     lr: float
     tokens: int
+    targets: int
     seconds: float
     stop: bool
 
@@ -112,7 +112,7 @@ class RankTrainer:
         optimizer = table("optimizer").build(job.optimizer)
         self.peak_lr: float = optimizer.lr
         shape = weights.config.shape()
-        tuned = None if job.finetune is None else FineTuned(weights, job)
+        tuned = None if job.finetune is None else FineTuned(weights, job, comm)
         schedule = check_split(job, shape)
         cost = None
         if machine is not None and job.batching is not None:
@@ -167,7 +167,9 @@ class RankTrainer:
         tokens = self.job.global_batch * self.job.seq_len
         seconds = time.perf_counter() - begin
         lr = self.peak_lr * factor
-        return TrainStepResult(step.loss, float(step.norm), lr, tokens, seconds, step.stop)
+        # Workers with batches of their own count each its own.
+        targets = round(step.count * self.engine.workers)
+        return TrainStepResult(step.loss, float(step.norm), lr, tokens, targets, seconds, step.stop)
 
     def _gradients(self, step: TrainStep, rows: ReplicaSequences) -> None:
         """From rows to whole gradients, with loss and norm."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from shoal.corpora.tokens import TokenSet
 
-__all__ = ["MaskedBatch", "given", "mark_of", "masked"]
-
 # A share of 0 would divide by 0; below this hardly any sequence has a hidden token.
 _LEAST = 1e-3
 

@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from shoal.train.layout import RunDir
     from shoal.train.loop import RankTrainer, TrainStepResult
 
-__all__ = [
-    "EmulatedHosts",
-    "MemoryHook",
-    "MemoryLevel",
-    "check_memory",
-    "snapshots_of",
-    "version_in_memory",
-]
-
 # Ranks that differ in these hold the same part of the model.
 _REPLICAS = ("dp", "cp")
 
@@ -180,11 +171,7 @@ class MemoryLevel:
 
 
 class MemoryHook(StepHook, RunHook):
-    """Copies the state into memory between steps, while the next one makes its passes.
-
-    Args:
-        run: of this rank.
-    """
+    """Copies the state into memory between steps, while the next one makes its passes."""
 
     kind = "memory"
 

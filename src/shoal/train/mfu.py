@@ -8,8 +8,6 @@ from __future__ import annotations
 from shoal.cost.arithmetic import flops_per_token
 from shoal.ir import TrainPlan
 
-__all__ = ["peak_flops", "step_flops"]
-
 
 def step_flops(plan: TrainPlan) -> float:
     """FLOPs of one training step of all ranks."""

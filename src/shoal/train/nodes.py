@@ -41,17 +41,6 @@ from shoal.train.layout import RunDir
 from shoal.train.start import FILE as START
 from shoal.train.start import open_start
 
-__all__ = [
-    "PREPARE_LIMIT",
-    "RendezvousStore",
-    "RunNode",
-    "digest_of",
-    "give",
-    "refuse",
-    "take",
-    "tokens_of",
-]
-
 PREPARE_LIMIT = timedelta(minutes=30)
 """How long nodes wait for each other: the corpus may be large."""
 
@@ -67,15 +56,12 @@ class RendezvousStore(Protocol):
 
     def set(self, key: str, value: str, /) -> None:
         """Keep a value."""
-        ...
 
     def get(self, key: str, /) -> bytes:
         """Wait for a value and return it."""
-        ...
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Wait until there are values."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +69,6 @@ class RunNode:
     """A node of a run, as a rank on it sees it.
 
     Args:
-        number: of the node, from 0.
-        nodes: number of nodes.
         first: this rank is the first of its node, which prepares it for the others.
         address: of the node of rank 0.
     """
@@ -97,12 +81,6 @@ class RunNode:
 
 def give(plan: TrainPlan, directory: RunDir, gate: RendezvousStore, node: RunNode) -> None:
     """Give a prepared run to the other nodes, on rank 0; returns when all are ready.
-
-    Args:
-        plan: what will run.
-        directory: of the run, prepared.
-        gate: where the ranks meet.
-        node: of this rank.
 
     Raises:
         RankError: the run cannot work on a node; says which and why.
@@ -161,12 +139,6 @@ def refuse(gate: RendezvousStore, error: ShoalError) -> None:
 def take(directory: RunDir, gate: RendezvousStore, node: RunNode, *, resume: bool) -> None:
     """Wait for what rank 0 has prepared, on every other rank; the first of a node takes it.
 
-    Args:
-        directory: of the run, on this node.
-        gate: where the ranks meet.
-        node: of this rank.
-        resume: the run may lie there already.
-
     Raises:
         RankError: rank 0 could not prepare the run, or it cannot work on some node.
     """
@@ -217,7 +189,7 @@ def _take(message: dict[str, Any], directory: RunDir, node: RunNode, *, resume: 
     Raises:
         ShoalError: the run cannot work here.
     """
-    from shoal.train.run import with_kernels
+    from shoal.train.planning import with_kernels
 
     for name, text in message["run"].items():
         path = directory.root / name
@@ -225,7 +197,7 @@ def _take(message: dict[str, Any], directory: RunDir, node: RunNode, *, resume: 
             continue
         if name == "plan.yaml" and path.exists() and not resume:
             raise ConfigError(
-                f"{directory.root}: another run lies there; remove it on this node, or choose "
+                f"{directory.root}: contains another run; remove it on this node, or choose "
                 "another name with --set name=..."
             )
         write_atomic(path, text)
@@ -302,8 +274,8 @@ def _wait(gate: RendezvousStore, keys: list[str], what: str) -> None:
         gate.wait(keys, PREPARE_LIMIT)
     except RuntimeError as cause:  # of torch: DistStoreError, DistNetworkError
         raise RankError(
-            f"waited {PREPARE_LIMIT} for {what}: {str(cause).splitlines()[0]}; the first error of "
-            "another rank says why"
+            f"waited {PREPARE_LIMIT} for {what}: {str(cause).splitlines()[0]}; see the first "
+            f"error of another rank"
         ) from cause
 
 

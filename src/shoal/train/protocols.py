@@ -24,11 +24,9 @@ class Optimizer(Protocol):
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Unsharded state bytes of the model and seconds of its whole update on one rank."""
-        ...
 
     def build(self, parameters: Mapping[str, Tensor]) -> Updater:
         """Start on these parameters, by name; local parts where they are sharded."""
-        ...
 
 
 class LrSchedule(Protocol):
@@ -36,11 +34,9 @@ class LrSchedule(Protocol):
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Nothing."""
-        ...
 
     def factor(self, step: int, total: int) -> float:
         """The learning rate of ``step`` in [0, total) as a factor of the peak rate."""
-        ...
 
 
 class Launcher(Protocol):
@@ -48,7 +44,6 @@ class Launcher(Protocol):
 
     def files(self, plan: TrainPlan) -> dict[str, str]:
         """File name -> content; the first is the one to start with."""
-        ...
 
 
 @runtime_checkable
@@ -70,4 +65,3 @@ class Starter(Protocol):
         Raises:
             ShoalError: the run cannot start, or a rank failed.
         """
-        ...

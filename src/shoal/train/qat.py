@@ -32,8 +32,6 @@ from shoal.kernel.protocols import PackedMatrix
 from shoal.model.transformer import Transformer
 from shoal.train.optimizers.eager import EagerAdamW
 
-__all__ = ["finetune", "matrices", "rounding"]
-
 # Steps between two choices of the grids.
 _REFRESH = 20
 _WARMUP = 0.05

@@ -19,8 +19,6 @@ from shoal.corpora.tokens import TokenSplit
 from shoal.model.attention import KVCache
 from shoal.model.transformer import Transformer
 
-__all__ = ["Quality", "compare", "decode_times"]
-
 # Logits of so many tokens are in memory at a time, of both models.
 _BATCH_TOKENS = 2048
 _CONTEXT = 512
@@ -30,7 +28,6 @@ class Quality(Value):
     """Two models on the same held-out text.
 
     Args:
-        tokens: that were predicted.
         perplexity: of the model.
         reference: perplexity of the one it is compared with.
         agreement: share of the tokens for which both think the same token most likely.

@@ -21,8 +21,6 @@ from shoal.model.transformer import Transformer
 from shoal.train.qat import finetune
 from shoal.train.quality import Quality, compare, decode_times
 
-__all__ = ["QuantizationResult", "calibration", "quantize_directory"]
-
 _MAX_LENGTH = 512
 # Tokens decoded in one round of timing.
 _STEPS = 8
@@ -32,7 +30,6 @@ class QuantizationResult(Value):
     """What quantizing a directory gave.
 
     Args:
-        format: of the weights.
         method: how codes were chosen.
         matrix_bits: stored bits of a weight of the matrices that are packed.
         bytes_before: of all weights as they were read.

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from shoal.core.errors import MachineError, MissingExtraError, require
+from shoal.core.native import cpu_flags
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
 from shoal.ir.machine import Measurement
@@ -23,14 +24,18 @@ from shoal.machine.protocols import ProbeContext
 from shoal.machine.rehearsals import REHEARSALS, REHEARSED
 from shoal.machine.worker import TorchWorker
 
-__all__ = ["StepsProbe", "rehearse"]
-
 # Steps that warm up: memory is fetched, pages are touched.
 _WARM = 2
 # All rehearsals are gone through so often: a host that others use is slow for minutes at a time.
 _ROUNDS = 2
+# CPU flags, any of which says that bf16 is multiplied by the CPU and not emulated.
+_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
+# Seconds of a rehearsal, fast or full, after which no further step begins: without units for
+# bf16 one step takes as long as thirty in fp32.
+_BUDGET_S = (3.0, 30.0)
 # Ranks of a rehearsal a core: in a fast probe every rank has a core of its own.
 _CROWDED = 2
+_PATIENCE_S = 180.0
 _SEED = 0
 
 
@@ -40,8 +45,9 @@ class StepsProbe:
 
     Args:
         names: which rehearsals; empty for all that have at most twice as many ranks as cores,
-            or, fast, as many.
-        repeats: measured steps of each round; 0 for two rounds of 8 or, fast, one of 2.
+            or, fast, as many, and bf16 only where the CPU multiplies it.
+        repeats: measured steps of each round; 0 for two rounds of 8 or, fast, one of 2. Steps
+            that take seconds are measured less often.
     """
 
     names: tuple[str, ...] = ()
@@ -63,6 +69,7 @@ class StepsProbe:
             name
             for name, job in REHEARSALS.items()
             if job.parallel.world <= cores * (1 if context.fast else _CROWDED)
+            and (job.precision == "fp32" or _BF16 & cpu_flags() or not context.fast)
         ]
         workers: list[TorchWorker] = []
         took: dict[str, list[float]] = {name: [] for name in names}
@@ -86,10 +93,12 @@ class StepsProbe:
                             job=job.model_dump(mode="json", exclude_unset=True),
                             shape=REHEARSED.model_dump(mode="json"),
                             steps=_WARM + repeats,
+                            budget_s=_BUDGET_S[0 if context.fast else 1],
                         )
-                    answers = [worker.receive() for worker in ranks]
+                    answers = [worker.receive(timeout_s=_PATIENCE_S) for worker in ranks]
                     # A step is over when its last rank is.
-                    took[name] += [max(ends) for ends in zip(*answers, strict=True)][_WARM:]
+                    slowest = [max(ends) for ends in zip(*answers, strict=True)]
+                    took[name] += slowest[_WARM:] or slowest[-1:]
         except (MissingExtraError, MachineError) as cause:
             context.skip("steps", str(cause))
             return []
@@ -103,7 +112,13 @@ class StepsProbe:
 
 
 def rehearse(
-    rank: int, world: int, store: str, job: dict[str, Any], shape: dict[str, Any], steps: int
+    rank: int,
+    world: int,
+    store: str,
+    job: dict[str, Any],
+    shape: dict[str, Any],
+    steps: int,
+    budget_s: float,
 ) -> list[float]:
     """Seconds of each step of a job on made-up tokens; every rank of the job calls it.
 
@@ -113,7 +128,8 @@ def rehearse(
         store: path of a file where they meet; it does not exist yet.
         job: a :class:`~shoal.ir.TrainJob` with every choice made.
         shape: the :class:`~shoal.ir.ModelShape`; the job's name of a model counts for nothing.
-        steps: how many; the first ones warm up and are counted, too.
+        steps: at most; the first ones warm up and are counted, too.
+        budget_s: no further step begins once those of a rank have taken so long.
     """
     import torch
 
@@ -160,6 +176,10 @@ def rehearse(
                 updater.step(1.0)
                 engine.sharded.publish()
                 taken.append(time.perf_counter() - begin)
+                spent = torch.tensor(sum(taken))
+                comm.all_reduce(spent, tag="count", op="max").wait()
+                if spent.item() >= budget_s:
+                    break
         finally:
             comm.close()
     return taken

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
     from shoal.train.loop import TrainStepResult
 
-__all__ = ["Change", "ReplanHook", "Replanner", "link_calls", "measure_links"]
-
 # Steps that are not measured: memory and threads are cold.
 _WARMUP = 2
 # The links are measured again when the mean step has moved by this share.
@@ -94,9 +92,6 @@ def measure_links(comm: Comm) -> tuple[LinkFit, ...]:
     """Fits of sums, gathers and messages among all ranks, as they are at the moment.
 
     Every rank calls it; all get the slowest rank's numbers.
-
-    Args:
-        comm: all ranks.
     """
     import torch
 
@@ -140,10 +135,6 @@ class Replanner:
     """Watches a run and says when another plan is better.
 
     Args:
-        job: the concrete job that runs.
-        machine: what it was planned for.
-        shape: the model's.
-        comm: all ranks.
         profile: what was measured of the layers before; the machine's rates serve otherwise.
         plans: concrete jobs to choose from; those of the planner if not given.
     """
@@ -303,11 +294,7 @@ class Replanner:
 
 
 class ReplanHook(RunHook):
-    """Goes over to another plan after a step, where that pays.
-
-    Args:
-        run: of this rank, with at least one other.
-    """
+    """Goes over to another plan after a step, where that pays."""
 
     kind = "replan"
 

@@ -13,12 +13,11 @@ from shoal.core.meter import read_events
 from shoal.cost.pipeline.picture import svg
 from shoal.cost.training.memory import ARENAS, TIERS
 from shoal.ir import TrainPlan, TrainReport, compared, errors_of
+from shoal.plan.saved import read_report
 from shoal.plan.table import spell
 from shoal.train.device import computes_on
 from shoal.train.layout import RunDir
 from shoal.train.timeline import timelines
-
-__all__ = ["make_report", "write_page"]
 
 # The first steps after a start pay for page faults, thread pools and compilation.
 _WARM_UP = 5
@@ -35,7 +34,7 @@ def make_report(plan: TrainPlan, directory: RunDir) -> TrainReport:
     events = list(read_events(directory.events))
     steps = _kept_steps(events)
     if not steps:
-        raise StoreError(f"{directory.events}: no step was finished, so there is nothing to report")
+        raise StoreError(f"{directory.events}: no step was finished, so there is no report")
     steady = _steady(events)
     measured: dict[str, float] = {
         "step_s": statistics.median(event["step_s"] for event in steady),
@@ -46,10 +45,13 @@ def make_report(plan: TrainPlan, directory: RunDir) -> TrainReport:
         "loss": steps[max(steps)]["loss"],
         "lost_s": _lost_seconds(events),
         "starts": float(sum(event["kind"] == "start" for event in events)),
-        "finished": float(any(event["kind"] == "end" for event in events)),
+        "finished": float(_ended(events)),
     }
     tokens = plan.job.global_batch * plan.job.seq_len
     measured["tokens_per_s"] = tokens / measured["step_s"]
+    targets = [event["targets"] for event in steps.values() if "targets" in event]
+    if targets and statistics.mean(targets) < tokens:
+        measured["targets"] = statistics.mean(targets)
     finals = [event for event in events if event["kind"] == "eval" and event["final"]]
     if finals:
         measured["bits_per_byte"] = finals[-1]["bits_per_byte"]
@@ -74,9 +76,40 @@ def make_report(plan: TrainPlan, directory: RunDir) -> TrainReport:
         measured=measured,
         # Times of a CPU say nothing about what was predicted for GPUs.
         errors=errors_of(plan, measured) if device == plan.machine.device.kind else {},
+        details={"plans": 1 + len(directory.past_plans()) + _changed(events)},
         versions=versions(),
         device=device,
     )
+
+
+def report_of_ended(plan: TrainPlan, directory: RunDir) -> TrainReport | None:
+    """The report of a run that has done every step of ``plan``; None while one is left.
+
+    None, too, where the run was of another job; resuming it is then checked as usual.
+    """
+    if not directory.events.exists() or not directory.plan.exists():
+        return None
+    if TrainPlan.load(directory.plan).job != plan.job:
+        return None
+    events = list(read_events(directory.events))
+    if not _ended(events):
+        return None
+    done = next(event["step"] for event in reversed(events) if event["kind"] == "end")
+    report = read_report(directory.report, plan)
+    if not isinstance(report, TrainReport) or not report.measured.get("finished"):
+        return None
+    return report if done >= (plan.job.steps or 0) else None
+
+
+def _ended(events: Sequence[dict[str, Any]]) -> bool:
+    """The newest start has reached the last step of its plan."""
+    kinds = [event["kind"] for event in events if event["kind"] in ("start", "end")]
+    return kinds[-1:] == ["end"]
+
+
+def _changed(events: Sequence[dict[str, Any]]) -> int:
+    """How often the run went over to another plan between two steps."""
+    return sum(event["kind"] == "replan" for event in events)
 
 
 def _kept_steps(events: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -128,23 +161,23 @@ def write_page(report: TrainReport, directory: RunDir) -> None:
         ("optimizer", str(job.optimizer)),
         ("sharding", str(job.shard)),
         ("workers agree", str(job.sync)),
-        ("sequences are dealt out", "by rows" if job.batching is None else str(job.batching)),
+        ("sequences are assigned", "by rows" if job.batching is None else str(job.batching)),
         ("precision", job.precision),
         ("batch", f"{job.global_batch} sequences of {job.seq_len} tokens"),
         ("machine", f"{plan.machine.name}: {plan.machine.device.name}"),
         ("resumed at steps", ", ".join(map(str, restarts)) or "never"),
-        ("why this plan", plan.why),
+        ("reason for this plan", plan.why),
     ]
     write_atomic(
         directory.page,
         _page(
             f"Run {job.name}",
-            _table(("", "predicted", "measured", "error"), compared(report)),
-            "".join(f"<figure>{chart}</figure>" for chart in charts),
+            _table("Comparison", ("", "predicted", "measured", "error"), compared(report)),
+            "".join(f'<figure class="wide" tabindex="0">{chart}</figure>' for chart in charts),
             svg(passes, title="One step of the pipeline") if passes else "",
-            _table(("", ""), facts),
-            _table(("package", "version"), sorted(report.versions.items())),
-            f"<pre>{html.escape(samples[-1]['text'])}</pre>" if samples else "",
+            _table("What ran", ("", ""), facts),
+            _table("Versions", ("package", "version"), sorted(report.versions.items())),
+            f'<pre tabindex="0">{html.escape(samples[-1]["text"])}</pre>' if samples else "",
         ),
     )
 
@@ -194,23 +227,33 @@ def _charts(
         step = plan.estimate.step_s.scaled(1e3)
         ends = [starts[0][0]["step"], starts[-1][-1]["step"]]
         times.append(Series("predicted", ends, [step.value] * 2, dashed=True))
-        bands.append(Band("90 % interval", ends, [step.low] * 2, [step.high] * 2))
-    memory = curves("rank 0", "memory_bytes", 1 / 2**20)
+        bands.append(Band("predicted", ends, [step.low] * 2, [step.high] * 2))
+    memory = curves("rank 0", "memory_bytes", 1e-6)
+    charts: list[tuple[str, str, list[Series], list[Band]]] = [
+        ("Loss", "nats per token", loss, []),
+        ("Step time, predicted and measured", "ms", times, bands),
+        ("Memory", "MB", memory, []),
+    ]
     return [
-        Chart(title="Loss", x_label="step", y_label="nats per token", series=loss).render(),
+        # Legible on a phone, where a picture shrinks to some 340 px.
         Chart(
-            title="Step time, predicted and measured",
+            title=title,
             x_label="step",
-            y_label="ms",
-            series=times,
-            bands=bands,
-        ).render(),
-        Chart(title="Memory", x_label="step", y_label="MiB", series=memory).render(),
+            y_label=unit,
+            series=series,
+            bands=some,
+            width=460,
+            height=300,
+        ).render()
+        for title, unit, series, some in charts
     ]
 
 
-def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th scope=col>{html.escape(cell)}</th>" for cell in head)
+def _table(name: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table that is scrolled on a narrow screen; its name is for screen readers."""
+    top = "".join(
+        f"<th scope=col>{html.escape(cell)}</th>" if cell else "<td></td>" for cell in head
+    )
     lines = "".join(
         "<tr>"
         + f"<th scope=row>{html.escape(str(first))}</th>"
@@ -219,7 +262,10 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
         for first, *rest in body
     )
     shown = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
-    return f"<table>{shown}<tbody>{lines}</tbody></table>"
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{html.escape(name)}">'
+        f"<table>{shown}<tbody>{lines}</tbody></table></div>"
+    )
 
 
 def _page(
@@ -232,7 +278,7 @@ def _page(
     sample: str,
 ) -> str:
     passes = f"<h2>One step of the pipeline</h2>{passes}" if passes else ""
-    written = f"<h2>What it writes</h2>{sample}" if sample else ""
+    written = f"<h2>Generated text</h2>{sample}" if sample else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -242,10 +288,14 @@ def _page(
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: auto; padding: 1rem; }}
 table {{ border-collapse: collapse; margin: 1rem 0; }}
 th, td {{ padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align: left; }}
+.wide {{ overflow-x: auto; }}
 td {{ font-variant-numeric: tabular-nums; }}
-th[scope=row] {{ font-weight: 500; white-space: pre; vertical-align: top; }}
-.curves {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(28rem, 1fr)); gap: 1rem; }}
+.wide td {{ white-space: nowrap; }}
+th[scope=row] {{ font-weight: 500; white-space: pre-wrap; vertical-align: top; }}
+.curves {{ display: grid; gap: 1rem; }}
+.curves {{ grid-template-columns: repeat(auto-fit, minmax(min(28rem, 100%), 1fr)); }}
 figure {{ margin: 0; }} svg {{ max-width: 100%; height: auto; }}
+.curves svg {{ min-width: 30rem; }}
 pre {{ overflow: auto; max-height: 24rem; border: 1px solid var(--line); padding: 1rem; }}
 </style></head><body>
 <main>

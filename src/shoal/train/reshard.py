@@ -31,17 +31,11 @@ if TYPE_CHECKING:
     from shoal.train.loop import RankTrainer
     from shoal.train.protocols import Updater
 
-__all__ = ["EmptyWeights", "ReshardedState", "gather_json", "move", "switch", "switch_engine"]
-
 _TAG = "reshard"
 
 
 class EmptyWeights:
-    """Weights that hold nothing yet: what is moved in replaces all of it.
-
-    Args:
-        config: the model.
-    """
+    """Weights that hold nothing yet: what is moved in replaces all of it."""
 
     def __init__(self, config: ModelConfig) -> None:
         from shoal.model.initialise import empty
@@ -219,7 +213,7 @@ def _check(owned: Sequence[Sequence[tuple[str, Box]]], needed: Sequence[tuple[st
         if left or name not in boxes:
             raise RankError(
                 f"resharding: no rank has {name} {left[0] if left else ''}, which this rank needs; "
-                "the run goes on from its last checkpoint with --resume"
+                "continue from the last checkpoint with --resume"
             )
 
 

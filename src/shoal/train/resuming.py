@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shoal.train.loop import RankTrainer
     from shoal.train.saving import RunSaver
 
-__all__ = ["ResumePoint", "identity", "meta_of", "resumed"]
-
 # How ranks agreed in runs that do not say it.
 _EVERY_STEP = "every_step"
 
@@ -154,8 +152,8 @@ def _not_finite(
     for rank, words in enumerate(notes):
         if words:
             return CheckpointError(
-                f"{store.where}: step {step} cannot be continued: {words}, on rank {rank}; go on "
-                "from an earlier step with --from-step, and a lower optimizer.lr"
+                f"{store.where}: step {step} cannot be continued: {words}, on rank {rank}; "
+                f"continue from an earlier step with --from-step, and a lower optimizer.lr"
             )
     return None
 
@@ -205,5 +203,5 @@ def _expect_run(trainer: RankTrainer, meta: Mapping[str, Any], where: str) -> No
         if then.get(key) != value:
             raise CheckpointError(
                 f"{where}: saved with {key} = {then.get(key)!r}, and the run has {value!r}; "
-                "set it back, or start a new run under another name"
+                "restore that value, or start a new run under another name"
             )

@@ -30,8 +30,6 @@ from shoal.train.optimizers.eager import EagerAdamW
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
 
-__all__ = ["calibrate", "routers_directory", "samples", "take_routers", "train_routers"]
-
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 # Other routes change the states, and with them the scores: the shift is found again from those.
 _AGAIN = 3
@@ -45,20 +43,13 @@ class TokenSequence(Protocol):
 
     def __len__(self) -> int:
         """How many."""
-        ...
 
     def read(self, start: int, out_N: np.ndarray) -> None:
         """Fill ``out_N`` with the tokens from ``start`` on."""
-        ...
 
 
 def samples(tokens: TokenSequence, count: int, length: int) -> tuple[Tensor, Tensor]:
     """Evenly spaced sequences int64 [B, T], and their next tokens.
-
-    Args:
-        tokens: the text.
-        count: B.
-        length: T.
 
     Raises:
         ConfigError: the text is shorter than one sequence.
@@ -102,7 +93,7 @@ def train_routers(
         ConfigError: a number that cannot be.
         ModelError: the model has no routes.
     """
-    require(0 < budget <= 1, "routers.budget", budget, expected="a share in (0, 1]")
+    require(0 < budget <= 1, "routers.budget", budget, expected="a fraction in (0, 1]")
     require(steps >= 1, "routers.steps", steps, expected="at least 1")
     require(batch >= 1, "routers.batch", batch, expected="at least 1")
     require(weight >= 0, "routers.weight", weight, expected="0 or more")

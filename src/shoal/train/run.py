@@ -15,23 +15,18 @@ from typing import Any
 
 from shoal.checkpoint.branches import begin_branch
 from shoal.checkpoint.store import Store
-from shoal.core.errors import (
-    CheckpointError,
-    ConfigError,
-    PlanError,
-    RankError,
-    StoreError,
-    require,
-)
+from shoal.core.errors import CheckpointError, ConfigError, RankError, StoreError, require
 from shoal.core.files import write_atomic, write_json
+from shoal.core.folder import BESIDE_TOKENIZER
 from shoal.core.meter import EventTail
-from shoal.core.parts import table
+from shoal.core.parts import Choice, table
 from shoal.corpora import heldout
+from shoal.corpora.protocols import ChatSource
+from shoal.corpora.tokenizer import locate
 from shoal.corpora.tokens import prepare
 from shoal.cost.score import Score
 from shoal.cost.shapes import resolve as resolve_shape
-from shoal.ir import Machine, TrainJob, TrainPlan, TrainReport, Work
-from shoal.kernel.fused.choice import OPERATORS, choose
+from shoal.ir import Machine, TrainJob, TrainPlan, TrainReport
 from shoal.parallel.legal import check_split
 from shoal.plan.saved import check_device
 from shoal.train.device import computes_on
@@ -39,90 +34,14 @@ from shoal.train.layout import RunDir
 from shoal.train.memory import EmulatedHosts, MemoryLevel, check_memory
 from shoal.train.nodes import tokens_of
 from shoal.train.peft.job import check_base, export
-from shoal.train.report import make_report, write_page
+from shoal.train.planning import plan_job
+from shoal.train.report import make_report, report_of_ended, write_page
 from shoal.train.run_lock import alone
 from shoal.train.start import begin_at
 from shoal.train.supervise import Supervisor
 
-__all__ = [
-    "Watch",
-    "conclude",
-    "conclude_stopped",
-    "execute",
-    "plan_job",
-    "prepare_run",
-    "threads_of",
-    "train",
-    "with_kernels",
-    "with_rounds",
-]
-
 Watch = Callable[[dict[str, Any]], None]
 """Called with every event of a run as it happens."""
-
-
-def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> TrainPlan:
-    """The best plan that keeps every choice the job has made, and that can run.
-
-    Raises:
-        PlanError: there is none.
-    """
-    from shoal.plan import strategy
-
-    plans: list[TrainPlan] = strategy.PLANNERS.build(planner).plan(job, machine)
-    refusal: PlanError | None = None
-    for plan in plans:
-        try:
-            check_split(plan.job, plan.shape)
-            check_base(plan.job)
-        except PlanError as cause:
-            refusal = refusal or cause
-        else:
-            return with_rounds(with_kernels(plan))
-    raise refusal or PlanError(f"{job.model} on {machine.name}: there is no plan")
-
-
-def _device(machine: Machine) -> str:
-    """Where ranks on the machine compute; empty for GPUs that this host does not have."""
-    if machine.device.kind != "gpu":
-        return "cpu"
-    return "cuda" if computes_on(machine) == "gpu" else ""
-
-
-def with_kernels(plan: TrainPlan) -> TrainPlan:
-    """The plan with a kernel named for every operator that training has kernels for.
-
-    What dispatch takes may be another tomorrow, or elsewhere; a run that goes on, on however many
-    ranks, takes what its plan says.
-
-    Raises:
-        KernelError: a kernel that the job names does not exist, or refuses.
-    """
-    job = plan.job
-    wanted, device = job.kernel, _device(plan.machine)
-    if device == "":  # it runs elsewhere, or here on the CPU after all: what does both
-        wanted = dict.fromkeys(OPERATORS, "torch") | wanted
-    taken = choose(
-        wanted,
-        plan.shape,
-        job.precision,
-        rows=job.seq_len * (job.microbatch or 1),
-        device="cpu" if device == "cpu" else "cuda",
-        compiled=job.compile,
-        machine=plan.machine,
-    )
-    return plan.model_copy(update={"job": job.model_copy(update={"kernel": taken})})
-
-
-def with_rounds(plan: TrainPlan) -> TrainPlan:
-    """The plan with a number where the job leaves the steps of a round to it."""
-    job = plan.job
-    part = table("sync").build(job.sync, where="sync")
-    if getattr(part, "tau", None) != "auto":
-        return plan
-    steps = part.steps(Work(shape=plan.shape, job=job), plan.machine)
-    sync = job.sync.model_copy(update={"options": {**job.sync.options, "tau": steps}})
-    return plan.model_copy(update={"job": job.model_copy(update={"sync": sync})})
 
 
 def train(
@@ -139,7 +58,7 @@ def train(
     """Plan ``job`` for ``ranks`` data-parallel ranks on this machine and run it.
 
     Args:
-        job: what to train.
+        job: what to train; a model of the Hugging Face hub is fetched.
         run_dir: directory of the run, made here.
         ranks: data-parallel ranks; the job's own if not given.
         machine: what to plan for; the saved probe of this machine if not given.
@@ -151,8 +70,10 @@ def train(
     Raises:
         ShoalError: the run cannot start, or a rank failed.
     """
+    from shoal.core.hub import fetched
     from shoal.machine.described import load
 
+    job = fetched(job)
     if ranks is not None:
         # What the job leaves open stays open for the planner.
         changed = job.model_dump(mode="json", exclude_unset=True)
@@ -181,7 +102,8 @@ def execute(
     Args:
         plan: what to run.
         run_dir: directory of the run.
-        resume: continue from the newest checkpoint.
+        resume: continue from the newest checkpoint; of a run that has done every step, nothing
+            is done again and the report is the one it left.
         from_step: continue from this checkpoint instead, in a branch of its own, see
             :mod:`shoal.checkpoint.branches`.
         start: begin from this checkpoint of another run, of any format and split: a path, or
@@ -198,6 +120,8 @@ def execute(
         ShoalError: the run cannot start, or a rank failed.
     """
     directory = RunDir(run_dir)
+    if resume and from_step is None and (before := finished(plan, directory, watch)) is not None:
+        return before
     resume = resume or from_step is not None
     prepare_run(plan, directory, resume=resume, watch=watch, start=start, anyway=anyway)
     job = plan.job
@@ -245,6 +169,14 @@ def execute(
     return conclude(plan, directory)
 
 
+def finished(plan: TrainPlan, directory: RunDir, watch: Watch | None) -> TrainReport | None:
+    """The report of a run without a step left to do, which an event says; None otherwise."""
+    report = report_of_ended(plan, directory)
+    if report is not None and watch is not None:
+        watch({"kind": "finished", "step": int(report.measured["steps"])})
+    return report
+
+
 def threads_of(job: TrainJob) -> int:
     """Threads of each rank of a job that runs on this host."""
     return job.threads or max(1, (os.cpu_count() or 1) // job.parallel.world)
@@ -276,7 +208,7 @@ def prepare_run(
     check_device(plan.machine, computes_on(plan.machine), f"the plan of {job.name}", anyway=anyway)
     if directory.plan.exists() and not resume:
         raise ConfigError(
-            f"{directory.root}: a run lies there already; continue it with --resume, "
+            f"{directory.root}: already contains a run; continue it with --resume, "
             "or choose another name with --set name=..."
         )
     shape = resolve_shape(job.model)
@@ -314,14 +246,28 @@ def prepare_run(
     # Registered before anything lies there, so that a run can be seen while it runs.
     Score().register(directory.root, "train", job.name, job.model)
     write_atomic(directory.tokenizer, tokens.tokenizer_path.read_bytes())
+    _keep_beside_tokenizer(directory, job.data, tokenizer)
     write_json(directory.tokens, {"path": str(tokens.path.absolute())})
     if directory.plan.exists():
         if TrainPlan.load(directory.plan) == plan:
             return
-        number = len(list(directory.root.glob("plan.*.yaml")))
-        write_atomic(directory.root / f"plan.{number}.yaml", directory.plan.read_bytes())
+        past = directory.past_plan(len(directory.past_plans()))
+        write_atomic(past, directory.plan.read_bytes())
     # Written before anything is measured: a prediction made afterwards is none.
-    plan.save(directory.plan, header="What will run, and what it is predicted to cost.")
+    plan.save(directory.plan, header="The plan of the run, with its prediction.")
+
+
+def _keep_beside_tokenizer(directory: RunDir, data: Choice, tokenizer: str) -> None:
+    """Keep what says how the tokenizer is used, for the export: its settings, the chat template."""
+    folder = None if tokenizer == "bpe" else locate(Path(tokenizer)).parent
+    for name in BESIDE_TOKENIZER:
+        if folder is not None and (folder / name).is_file():
+            write_atomic(directory.tokenizer.with_name(name), (folder / name).read_bytes())
+    corpus = table("corpus").build(data, where="data")
+    if isinstance(corpus, ChatSource):
+        # Whatever rendered the chats: that of the model, another, or the default.
+        source = corpus.with_model(folder).chat_template().source
+        write_atomic(directory.tokenizer.with_name("chat_template.jinja"), source)
 
 
 def _check_free(places: Sequence[Path | str]) -> None:

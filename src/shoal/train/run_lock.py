@@ -15,8 +15,6 @@ from shoal.core.errors import ConfigError
 from shoal.ir import Plan
 from shoal.train.layout import RunDir
 
-__all__ = ["alone"]
-
 _P = ParamSpec("_P")
 _J = TypeVar("_J", bound="Plan[Any]")
 _R = TypeVar("_R")

@@ -26,12 +26,12 @@ from shoal.parallel.comm.heartbeat import Heartbeat
 from shoal.plan.saved import read_plan
 from shoal.train.layout import RunDir
 
-__all__ = ["FILES", "Events", "RunStatus", "Runs", "State", "open_inside"]
-
 State = Literal["running", "finished", "stopped", "failed"]
 
 # A rank writes its heartbeat many times a second; a long save or a compilation is silent.
 QUIET_S = 60.0
+# A rank that has left an error is over; a robust run may start it again.
+ERROR_S = 10.0
 # Before the first heartbeat the ranks start and read the tokens.
 START_S = 120.0
 # What an event file may have before only its end is read.
@@ -41,6 +41,8 @@ _TAIL_BYTES = 64 * 1024
 MAX_STORY = 2000
 # Events of one checkpoint at farther levels.
 MAX_LEVELS = 20
+# Ranks whose errors a page shows.
+_MOST_ERRORS = 8
 _STORY = frozenset({"start", "step", "fault", "restart", "stop", "end"})
 
 # Files of a run that can be looked at, with the type they are served as.
@@ -95,11 +97,7 @@ def open_inside(root: Path, name: str) -> BinaryIO | None:
 
 
 class Events:
-    """What the event file of one run says; each :meth:`refresh` reads only what is new.
-
-    Args:
-        root: directory of the run.
-    """
+    """What the event file of one run says; each :meth:`refresh` reads only what is new."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -182,11 +180,25 @@ class Events:
         return self.steps[max(self.steps)] if self.steps else {}
 
     def curve(
-        self, key: str, factor: float = 1.0, points: int = 300
+        self,
+        key: str,
+        factor: float = 1.0,
+        points: int = 300,
+        window: tuple[float, float] | None = None,
     ) -> tuple[list[float], list[float]]:
-        """Steps and values of a curve of at most so many points, each the mean of its steps."""
+        """Steps and values of a curve of at most so many points, each the mean of its steps.
+
+        Args:
+            key: field of the events.
+            factor: to the unit that is shown.
+            points: most points.
+            window: first and last step; all of them if None.
+        """
+        first, last = window or (-math.inf, math.inf)
         pairs = [
-            (step, factor * number(event.get(key))) for step, event in sorted(self.steps.items())
+            (step, factor * number(event.get(key)))
+            for step, event in sorted(self.steps.items())
+            if first <= step <= last
         ]
         pairs = [pair for pair in pairs if math.isfinite(pair[1])]
         size = math.ceil(len(pairs) / points) or 1
@@ -209,6 +221,26 @@ def finite(value: Any) -> float | None:
     """A number of an event; None when it is none, or not finite."""
     result = number(value)
     return result if math.isfinite(result) else None
+
+
+def rank_errors(root: Path | None) -> list[str]:
+    """What the ranks of a run have left as errors, equal ones together; the first few ranks."""
+    ranks = None if root is None else RunDir(root).ranks
+    if ranks is None or ranks.is_symlink() or not ranks.is_dir():
+        return []
+    messages: dict[str, list[str]] = {}
+    for path in sorted(ranks.glob("rank-*.error"))[:_MOST_ERRORS]:
+        file = open_inside(ranks, path.name)
+        if file is None:
+            continue
+        with file:
+            raw = file.read(65536)
+        try:
+            message = str(json.loads(raw)["message"])
+        except (ValueError, KeyError, TypeError):
+            message = "its error cannot be read"
+        messages.setdefault(message, []).append(path.stem)
+    return [f"{', '.join(names)}: {message}" for message, names in messages.items()]
 
 
 class _Cache(Generic[_T]):
@@ -330,7 +362,7 @@ class Runs:
             raise
         except (KeyError, TypeError, ValueError) as cause:
             raise StoreError(
-                f"{directory.events}: there is an event that no report can be made of ({cause!r}); "
+                f"{directory.events}: an event is invalid for the report ({cause!r}); "
                 "did a loss become infinite?"
             ) from cause
 
@@ -415,7 +447,9 @@ def _state(entry: RunEntry) -> State:
         if beat is None:
             break
         quiet = beat.age_s if rank == 0 else min(quiet, beat.age_s)
-    return "running" if quiet < QUIET_S else "failed"
+    # The next start of the ranks removes the errors of the one before.
+    limit = ERROR_S if rank_errors(entry.path) else QUIET_S
+    return "running" if quiet < limit else "failed"
 
 
 def _last_word(root: Path) -> str:

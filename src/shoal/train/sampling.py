@@ -6,8 +6,6 @@ from pathlib import Path
 
 from shoal.core.errors import ConfigError, ModelError
 
-__all__ = ["continue_text"]
-
 
 def continue_text(
     directory: Path,

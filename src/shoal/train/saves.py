@@ -17,13 +17,12 @@ from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, ShoalError
 from shoal.core.svg import Chart, Series
 from shoal.core.svg_rows import BarChart, HeatMap
+from shoal.core.tables import digits
 from shoal.train.runs import Events, number
-
-__all__ = ["RunSave", "checkpoints", "heat_of", "memory_by_tier", "stalls_of"]
 
 # Newest saves that a page lists.
 MOST = 50
-_MIB = 2**20
+_MB = 1e6
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def stalls_of(saves: Sequence[RunSave]) -> BarChart | None:
     return stalls(notes) if notes else None
 
 
-def memory_by_tier(events: Events, width: int, height: int) -> Chart | None:
+def memory_by_tier(events: Events) -> Chart | None:
     """Most bytes of each tier in each step; None for a run that reports none."""
     names: dict[str, None] = {}
     for event in events.steps.values():
@@ -126,7 +125,7 @@ def memory_by_tier(events: Events, width: int, height: int) -> Chart | None:
     series = []
     for name in names:
         pairs = [
-            (float(step), number(_tier(event, name)) / _MIB)
+            (float(step), number(_tier(event, name)) / _MB)
             for step, event in sorted(events.steps.items())
         ]
         kept = [(x, y) for x, y in pairs if math.isfinite(y)]
@@ -134,15 +133,13 @@ def memory_by_tier(events: Events, width: int, height: int) -> Chart | None:
     series = [one for one in series if one.x]
     if not series:
         return None
-    said = ", ".join(f"{one.name} {max(one.y):.4g} MiB" for one in series)
+    said = ", ".join(f"{one.name} {digits(max(one.y))} MB" for one in series)
     return Chart(
         title="Memory by tier",
-        description=f"Most bytes in use in each step: {said}.",
+        description=f"Peak memory of each step: {said}.",
         x_label="step",
-        y_label="MiB",
+        y_label="MB",
         series=series,
-        width=width,
-        height=height,
     )
 
 

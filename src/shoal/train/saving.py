@@ -29,21 +29,14 @@ if TYPE_CHECKING:
     from shoal.train.layout import RunDir
     from shoal.train.loop import RankTrainer, TrainStepResult
 
-__all__ = ["RunSaver"]
-
 
 class RunSaver(StepHook, RunHook):
     """Saves a run; all ranks make the same calls.
 
     Args:
-        directory: of the run.
-        job: its job, as the plan has it.
-        comm: all ranks.
         meter: where rank 0 reports.
-        device: where the ranks compute.
 
     Attributes:
-        store: the checkpoints.
         stores: those of all levels, nearest first.
         origin: step at which the run's newest branch begins, and the stores that may have it; None
             if the run has one branch.
@@ -101,6 +94,7 @@ class RunSaver(StepHook, RunHook):
             if self._job.watch.record and self._job.watch.check_every:
                 # What a unit that computes wrongly has spoilt must not become a checkpoint.
                 check_arithmetic(self._comm.device, seed=done)
+            run.event("phase", step=done, phase="saving")
             with phase(self._comm, "checkpoint"):
                 self.save(run.trainer, done)
         self._tell()

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["Trainer"]
-
 _TAG = "trainer"
 # Parameters, gradients and two moments.
 _COPIES = 4

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.train.loop import RankTrainer
 
-__all__ = ["begin_at", "job_of", "open_start", "take_over"]
-
 FILE = "start.json"
 
 
@@ -44,8 +42,8 @@ def begin_at(root: Path, place: str) -> None:
     contents = open_any(place)
     if not isinstance(contents.meta.get("run"), Mapping):
         raise CheckpointError(
-            f"{contents.path}: does not say with which data, seed and batch it was trained, so no "
-            "run can go on from it; to begin anew with its weights, convert it to huggingface and "
+            f"{contents.path}: has no record of its data, seed and batch, so a run cannot "
+            f"continue from it; to start with its weights, convert it to huggingface and "
             "give that directory as model"
         )
     if is_address(contents.path):
@@ -82,14 +80,14 @@ def take_over(
     Raises:
         CheckpointError: it is of another model or another run, is damaged or not finite.
     """
-    from shoal.checkpoint.saved_checkpoint import differences
+    from shoal.checkpoint.common import differences
 
     for kind, now in (("model", model), ("run", run)):
         then = contents.meta.get(kind) or {}
         for key, there, here in differences(then, now):
             raise CheckpointError(
                 f"{contents.path}: saved with {kind}.{key} = {there!r}, and the run has {here!r}; "
-                "set it back, or start a new run without --from"
+                "restore that value, or start a new run without --from"
             )
     trainer.load(contents)
     bad = non_finite(trainer.pieces())

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shoal.parallel.engine import ParallelEngine
     from shoal.train.protocols import Updater
 
-__all__ = ["fill", "held_by", "pieces_of", "saved_names"]
-
 
 def pieces_of(engine: ParallelEngine, updater: Updater) -> dict[str, list[Piece]]:
     """What a rank holds and writes of weights and optimizer state, by name."""

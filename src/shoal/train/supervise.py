@@ -34,8 +34,6 @@ from shoal.train.watch.recorder import read as read_flight
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.fleet import Fleet
 
-__all__ = ["Failure", "Supervisor"]
-
 _POLL_S = 0.05
 # With thousands of ranks a look at all of them takes milliseconds: processes are asked for at once
 # when one has ended, else now and then, and reading heartbeats takes at most 1 % of the time.
@@ -67,9 +65,6 @@ class Supervisor:
     """The ranks of one run as child processes.
 
     Args:
-        directory: the run's directory; its plan is written already.
-        ranks: how many to start.
-        threads: threads of each rank.
         timeout_s: silence after which a rank counts as hanging.
         start_s: time allowed before the first step.
         resume: continue from the newest checkpoint.
@@ -387,7 +382,7 @@ class Supervisor:
                 steps.update(Store(place).steps())
         origin = self.directory.origin_of(job)
         if not steps and origin is not None:
-            return f"the run goes on from step {origin[0]}; continue with --resume"
+            return f"the run continues from step {origin[0]}; continue with --resume"
         last = f"last checkpoint: step {max(steps)}" if steps else "there is no checkpoint yet"
         return f"{last}; continue with --resume"
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shoal.parallel.engine import ParallelEngine
     from shoal.train.loop import TrainStepResult
 
-__all__ = ["TimelineHook", "gather", "read", "timelines"]
-
 # The step of a run whose passes are recorded.
 _RECORDED = 4
 

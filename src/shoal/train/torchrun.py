@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ShoalError, require
+from shoal.core.errors import ConfigError, ShoalError, require
 from shoal.core.janitor import leave
 from shoal.ir import TrainPlan, TrainReport
 from shoal.parallel.comm.collectives import agent_store
 from shoal.train.layout import RunDir
 from shoal.train.nodes import PREPARE_LIMIT, RunNode, give, refuse, take
+from shoal.train.report import report_of_ended
 from shoal.train.run import Watch, conclude, prepare_run
 from shoal.train.worker import run_rank
-
-__all__ = ["execute_under_torchrun", "main"]
 
 
 def execute_under_torchrun(
@@ -71,10 +70,16 @@ def execute_under_torchrun(
         first=int(os.environ.get("LOCAL_RANK", "0")) == 0,
         address=os.environ["MASTER_ADDR"],
     )
+    ended = number == 0 and resume and not restarts and report_of_ended(plan, directory)
     resume = resume or restarts > 0
     gate = agent_store("prepare", PREPARE_LIMIT)
     if number == 0:
         try:
+            if ended:
+                raise ConfigError(
+                    f"{run_dir}: the run is finished, and its report is {directory.report}; "
+                    "give it more --steps to go on"
+                )
             prepare_run(plan, directory, resume=resume, watch=watch, start=start, anyway=anyway)
         except ShoalError as error:
             refuse(gate, error)

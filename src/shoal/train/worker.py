@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.parallel.comm.collectives import TorchComm
 
-__all__ = ["joined", "main", "run_rank"]
-
 USER_ERROR = 2
 PEER_ERROR = 3
 
@@ -125,7 +123,7 @@ def joined(directory: RunDir, watching: Sequence[Sink] = ()) -> Iterator[RankRun
     from shoal.parallel.comm.collectives import TorchComm
     from shoal.plan.length import num_steps
     from shoal.train.allocator import keep_freed_memory
-    from shoal.train.build import weights_of
+    from shoal.train.build import weights_of, with_ends
     from shoal.train.loop import RankTrainer
     from shoal.train.mfu import peak_flops
     from shoal.train.nodes import tokens_of
@@ -171,10 +169,7 @@ def joined(directory: RunDir, watching: Sequence[Sink] = ()) -> Iterator[RankRun
                 comm = _watched(comm, directory, job)
             weights = weights_of(job)
             tokens = open_tokens(tokens_of(directory), weights.config.vocab_size)
-            if weights.config.eos_token_id is None:
-                # Without it an exported model would never stop by itself.
-                eos = {"eos_token_id": tokens.end_of_text}
-                weights.config = weights.config.model_copy(update=eos)
+            weights.config = with_ends(weights.config, tokens)
             # Ranks that were given different jobs would wait for each other for ever.
             agree(comm, "the job", job.model_dump(mode="json"))
             total = num_steps(job, plan.estimate)
@@ -253,8 +248,10 @@ def local_world() -> int:
 
 def _start(run: RankRun, *, resume: bool) -> int:
     """Load a state if asked, report where the run begins, and return the first step."""
+    from shoal.corpora.order import cut_documents
     from shoal.train.resuming import resumed
 
+    job = run.plan.job
     result = resumed(run.trainer, run.saves, run.directory, resume=resume)
     run.event(
         "start",
@@ -264,6 +261,10 @@ def _start(run: RankRun, *, resume: bool) -> int:
         resumed=result.step > 0,
         level=result.level,
         parameters=int(parameters(run.plan.shape)),
+        tokens=len(run.tokens.train),
+        learned=run.tokens.train.num_learned,
+        documents=run.tokens.train.num_documents,
+        cut=cut_documents(run.tokens.train, job.packing, seq_len=job.seq_len),
         **result.cost(),
     )
     return result.step

@@ -73,6 +73,13 @@ TRAIN_PLANS = {
     "stages": train("Llama-3-8B", {"dp": 4, "pp": 4, "stages": (7, 9, 9, 7)}),
     "uneven": train("Llama-3-8B", {"dp": 2, "pp": 3}, machine="8xH100"),
     "moe": train("Qwen3-30B-A3B", {"dp": 16, "ep": 8}, shard="zero3"),
+    "overlapped": train(
+        "DeepSeek-V3",
+        {"dp": 4, "pp": 4, "ep": 4, "vpp": 4, "schedule": "interleaved", "overlap": "experts"},
+        engine="megatron",
+        shard="zero1",
+        recompute="selective",
+    ),
     "shared": train("DeepSeek-V2-Lite", {"dp": 16, "ep": 8}, shard="zero2"),
     "gpt": train("GPT-3 175B", {"tp": 8, "pp": 2, "sp": True}),
     "fp32": train("Llama-3.2-1B", {"dp": 16}, precision="fp32"),
@@ -89,6 +96,15 @@ SERVE_PLANS = {
     ),
     "static": serve(scheduler="static", kv="contiguous"),
     "cpu": serve("laptop"),
+    "groups": serve(
+        "16xH200",
+        "DeepSeek-V3",
+        weights="fp8",
+        engine="sglang",
+        kv_tokens=1_000_000,
+        parallel={"tp": 2, "dp": 8, "ep": 16},
+    ),
+    "fp8": serve(weights="fp8"),
 }
 CASES = [
     (engine, name, plan)
@@ -197,6 +213,23 @@ def test_megatron_says_what_was_planned() -> None:
         )
     )
     assert (shared["--num-experts"], shared["--expert-model-parallel-size"]) == ("8", "4")
+
+
+def test_megatron_says_how_tokens_travel_to_experts() -> None:
+    text = emit("megatron", TRAIN_PLANS["overlapped"])["launch.sh"]
+    near = options(words(text, 'pretrain_gpt.py"'))
+    # All ranks of an expert group are on one node; of eight groups of experts a token sees four.
+    assert near["--moe-token-dispatcher-type"] == "alltoall"
+    assert (near["--moe-router-num-groups"], near["--moe-router-group-topk"]) == ("8", "4")
+    assert {"--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"} <= set(near)
+    assert "CONNECTIONS=32" in text
+    plan = train("Qwen3-30B-A3B", {"dp": 16, "ep": 16}, shard="zero1")
+    text = emit("megatron", plan)["launch.sh"]
+    far = options(words(text, 'pretrain_gpt.py"'))
+    assert far["--moe-token-dispatcher-type"] == "flex"
+    assert far["--moe-flex-dispatcher-backend"] == "hybridep"
+    assert "--overlap-moe-expert-parallel-comm" not in far and "CONNECTIONS=1\n" in text
+    assert "--moe-router-num-groups" not in far
 
 
 def titan_calls(text: str) -> dict[str, dict[str, Any]]:
@@ -319,6 +352,39 @@ def test_servers_say_what_was_planned() -> None:
     assert (sglang["chunked-prefill-size"], sglang["disable-radix-cache"]) == (-1, True)
 
 
+def test_groups_with_attention_of_their_own() -> None:
+    vllm = yaml.safe_load(emit("vllm", SERVE_PLANS["groups"])["vllm.yaml"])
+    assert (vllm["tensor-parallel-size"], vllm["data-parallel-size"]) == (2, 8)
+    # Limits and blocks are those of a group.
+    assert (vllm["max-num-seqs"], vllm["num-gpu-blocks-override"]) == (64, 1_000_000 // 8 // 16)
+    assert vllm["enable-expert-parallel"]
+    sglang = yaml.safe_load(emit("sglang", SERVE_PLANS["groups"])["sglang.yaml"])
+    assert (sglang["tp-size"], sglang["dp-size"], sglang["ep-size"]) == (16, 8, 16)
+    assert (sglang["max-running-requests"], sglang["chunked-prefill-size"]) == (512, 65_536)
+
+
+def test_servers_of_several_nodes_meet() -> None:
+    sglang = emit("sglang", SERVE_PLANS["groups"])["launch.sh"]
+    assert "--nnodes 2" in sglang and '--node-rank "${1:?' in sglang and ":20000" in sglang
+    made = emit("vllm", SERVE_PLANS["groups"])
+    vllm = yaml.safe_load(made["vllm.yaml"])
+    assert vllm["distributed-executor-backend"] == vllm["data-parallel-backend"] == "ray"
+    assert "RAY_ADDRESS" in made["launch.sh"]
+    for engine in ("vllm", "sglang"):
+        alone = emit(engine, SERVE_PLANS["gpu"])
+        assert "nnodes" not in alone["launch.sh"] and "RAY" not in alone["launch.sh"]
+
+
+def test_who_quantizes_the_weights() -> None:
+    for engine in ("vllm", "sglang"):
+        made = emit(engine, SERVE_PLANS["fp8"])
+        assert yaml.safe_load(made[f"{engine}.yaml"])["quantization"] == "fp8"
+        published = emit(engine, SERVE_PLANS["groups"])
+        assert "quantization" not in yaml.safe_load(published[f"{engine}.yaml"])
+        packed = emit(engine, serve(weights="int4-g128"))
+        assert "whose files hold the weights in int4-g128" in packed["launch.sh"]
+
+
 @pytest.mark.parametrize("engine", SERVERS)
 def test_servers_listen_on_this_host_alone_unless_asked(engine: str) -> None:
     plan = SERVE_PLANS["gpu"]
@@ -416,8 +482,18 @@ def test_llamacpp_options_exist(name: str, plan: ServePlan) -> None:
         ("megatron", TRAIN_PLANS["zbv"], "parallel.schedule = zbv: use 1f1b or interleaved"),
         ("megatron", TRAIN_PLANS["hybrid"], "shard = hybrid"),
         ("megatron", TRAIN_PLANS["compiled"], "compile = true"),
-        ("megatron", train("DeepSeek-V3", {"dp": 16}), "MLA attention needs more numbers"),
         ("megatron", train("Llama-3-8B", {"dp": 2, "pp": 8}, shard="zero3"), "use zero1"),
+        ("torchtitan", TRAIN_PLANS["overlapped"], "parallel.overlap = experts: use none"),
+        (
+            "megatron",
+            train(
+                "Qwen3-30B-A3B",
+                {"dp": 16, "ep": 16, "overlap": "experts"},
+                engine="megatron",
+                recompute="full",
+            ),
+            "recompute none or selective",
+        ),
         ("deepspeed", TRAIN_PLANS["pp"], "parallel.pp = 2"),
         ("deepspeed", TRAIN_PLANS["moe"], "parallel.ep = 8"),
         ("accelerate", TRAIN_PLANS["vpp"], "trains without pipelines"),
@@ -431,6 +507,13 @@ def test_llamacpp_options_exist(name: str, plan: ServePlan) -> None:
         ("vllm", SERVE_PLANS["cpu"], "use llamacpp"),
         ("vllm", TRAIN_PLANS["dp"], "a training plan, and vllm serves"),
         ("sglang", SERVE_PLANS["static"], "scheduler = static"),
+        (
+            "vllm",
+            serve("8xH100", "gpt-oss-120b"),
+            "weights = plain: the files of gpt-oss-120b hold mxfp4",
+        ),
+        ("vllm", serve(kv_format="int8"), "kv_format = int8"),
+        ("sglang", serve(preempt="swap"), "preempt = swap"),
         ("llamacpp", serve(max_running=300), "at most 256 slots"),
         ("llamacpp", SERVE_PLANS["whole"], "it cuts long prompts"),
         ("accelerate", TRAIN_PLANS["dp"].model_copy(update={"fits": False}), "fits = False"),

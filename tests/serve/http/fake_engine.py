@@ -56,6 +56,11 @@ class FakeEngine:
             if params.pooling and request.n_generated == 0:
                 values = [float(sum(prompt)), 0.0, -1.0]
                 self.vectors.append({"kind": "vector", "id": request.id, "values": values})
+            if params.prompt_logprobs is not None and request.n_generated == 0:
+                best = [(t, -1.0 - t) for t in range(params.prompt_logprobs)]
+                infos = [(-0.25 * t, best) for t in range(1, len(prompt))]
+                told = {"kind": "prompt_logprobs", "id": request.id, "first": 1, "infos": infos}
+                self.vectors.append(told)
             token = prompt[request.n_generated % len(prompt)]
             request.tokens.append(token)
             self.generated += 1

@@ -19,6 +19,7 @@ ASKED = [
     ("/v1/completions", {**COMPLETION, "guided_choice": ["the first", "the second"]}),
     ("/v1/completions", {**COMPLETION, "guided_regex": "[0-9]{3}-[a-f]{2,8}", "n": 1}),
     ("/v1/completions", {**COMPLETION, "guided_json": {"enum": ["red", "green"]}}),
+    ("/v1/completions", {**COMPLETION, "logprobs": 1, "echo": True, "guided_choice": None}),
     ("/v1/embeddings", {"model": "tiny", "input": [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3]]}),
     ("/v1/embeddings", {"model": "tiny", "input": "abc", "pooling": "last"}),
 ]
@@ -36,9 +37,12 @@ def test_forms_and_vectors(model_directory, caller):
             assert {status for status, _ in notes} == {200}
             results.append([json.loads(data) for _, data in notes])
     one, several = results
-    for alone, apart in zip(one[:3], several[:3], strict=True):
+    for alone, apart in zip(one[:4], several[:4], strict=True):
         assert alone["choices"][0]["text"] == apart["choices"][0]["text"]
         assert alone["usage"] == apart["usage"]
-    for alone, apart in zip(one[3:], several[3:], strict=True):
+    scores = [answers[3]["choices"][0]["logprobs"]["token_logprobs"] for answers in results]
+    assert scores[0][0] is scores[1][0] is None
+    assert scores[0][1:] == pytest.approx(scores[1][1:], abs=1e-4)
+    for alone, apart in zip(one[4:], several[4:], strict=True):
         for first, second in zip(alone["data"], apart["data"], strict=True):
             assert first["embedding"] == pytest.approx(second["embedding"], abs=1e-4)

@@ -1,4 +1,4 @@
-"""Vectors of texts."""
+"""Embeddings."""
 
 from __future__ import annotations
 

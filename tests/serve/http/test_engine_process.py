@@ -14,6 +14,7 @@ import fake_engine
 import psutil
 import pytest
 
+import forked_children
 from shoal.core.errors import ServeError
 
 pytestmark = pytest.mark.multi
@@ -114,8 +115,10 @@ def aborts(server):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("n", [1, 3])
 def test_leaving_a_stream_aborts_it(server, path, n, caplog):
-    body = {**SLOW, "n": n, "messages": [{"role": "user", "content": "hi"}]}
-    body["ignore_eos"] = True
+    body = {**SLOW, "n": n, "ignore_eos": True}
+    if path == "/v1/chat/completions":
+        del body["prompt"]
+        body["messages"] = [{"role": "user", "content": "hi"}]
     body["max_tokens"] = 3900
     before = aborts(server)
     connection, answer = open_stream(server.url, body, path)
@@ -201,11 +204,11 @@ def test_too_many_at_once(serve_fake, caller):
 )
 @pytest.mark.slow
 def test_an_engine_that_does_not_start(serve_fake, factory, words):
-    before = set(psutil.Process().children())
+    before = forked_children.descendants()
     patience = {"start_s": 3.0} if factory.endswith("never") else {}
     with pytest.raises(ServeError, match=words), serve_fake(factory, client=patience):
         pytest.fail("it started")
-    assert set(psutil.Process().children()) <= before
+    assert forked_children.descendants() <= before
 
 
 def test_nothing_is_left_behind(serve_fake):

@@ -96,7 +96,7 @@ def survives(live, body):
     assert live.server.engine.restarts == 0
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=REQUESTS.filter(valid))
 def test_extreme_requests_are_answered(live, body):
     survives(live, body)

@@ -9,8 +9,9 @@ import threading
 import time
 
 import fake_engine
-import psutil
 import pytest
+
+import forked_children
 
 pytestmark = pytest.mark.multi
 
@@ -63,8 +64,7 @@ class Load(threading.Thread):
 def test_kills_under_load(serve_fake, kills, pause_s, record_property):
     draw = random.Random(7)
     over = threading.Event()
-    family = psutil.Process()
-    before = set(family.children(recursive=True))
+    before = forked_children.descendants()
     with serve_fake(replicas=2) as router:
         threads = [Load(router.url, seed, over) for seed in range(4)]
         for thread in threads:
@@ -94,7 +94,7 @@ def test_kills_under_load(serve_fake, kills, pause_s, record_property):
     assert {code for _, code in bad} <= CLEAR
     assert {kind for kind, _ in bad} <= {"logprobs"}
     assert max(thread.slowest for thread in threads) < WAIT_S
-    assert set(family.children(recursive=True)) <= before
+    assert forked_children.descendants() <= before
     good = sum(len(thread.good) for thread in threads)
     text = f"{kills} kills, {good} answers right, 0 wrong, {len(bad)} ended with an error"
     record_property("figure", text)

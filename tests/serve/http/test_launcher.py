@@ -11,6 +11,7 @@ import fake_engine
 import psutil
 import pytest
 
+import forked_children
 from shoal.serve.cluster.upstream import Tcp
 
 pytest.importorskip("ray")
@@ -29,7 +30,7 @@ def until(condition, what):
 
 
 def test_replicas_on_ray_are_replaced_and_leave_nothing(serve_fake, caller, openai_of):
-    before = set(psutil.Process().children(recursive=True))
+    before = forked_children.descendants()
     with serve_fake(replicas=2, launcher="ray") as router:
         replicas = router.backend
         call = caller(router.url)
@@ -56,6 +57,4 @@ def test_replicas_on_ray_are_replaced_and_leave_nothing(serve_fake, caller, open
         until(lambda: not psutil.pid_exists(pid), "the replica outlives its actor")
         until(lambda: busy.ready and busy.restarts == 2, "the replica did not come back")
         assert call("POST", "/v1/completions", {**SLOW, "max_tokens": 4})[0] == 200
-    until(
-        lambda: set(psutil.Process().children(recursive=True)) <= before, "a process is left behind"
-    )
+    until(lambda: forked_children.descendants() <= before, "a process is left behind")

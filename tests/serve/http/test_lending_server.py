@@ -46,6 +46,6 @@ def test_a_prompt_longer_than_an_instance_is_answered_and_loans_are_shown(
         status("127.0.0.1", port, None)
         shown = capsys.readouterr().out
         assert "loans" in shown
-        assert "blocks of cache" in shown
-    with pytest.raises(ServeError, match="no server answers"):
+        assert "cache blocks" in shown
+    with pytest.raises(ServeError, match="no server at"):
         status("127.0.0.1", port, None)

@@ -160,7 +160,7 @@ def test_the_command(serve_fake, tmp_path):
             app, [*shared, "--url", server.url, "--slo", "ttft=60,tpot=60", *out]
         )
     assert shown.exit_code == 0, shown.output
-    assert "time of a request, mean" in shown.stdout
+    assert "E2E (latency of a whole request), mean" in shown.stdout
     assert "which met the targets" in shown.stdout
     data = json.loads(files[0].read_text())
     assert (data["requests"], data["failures"], data["measured"]["slo_share"]) == (5, {}, 1.0)

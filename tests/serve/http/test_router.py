@@ -13,6 +13,8 @@ import fake_engine
 import psutil
 import pytest
 
+import forked_children
+
 pytestmark = pytest.mark.multi
 
 WAIT_S = 30
@@ -230,10 +232,10 @@ def test_full_replicas(call, replicas):
 def test_no_replica_is_left_behind(serve_fake, replicas):
     # Those that other tests have killed are back, so nothing else is started meanwhile.
     until(lambda: all(replica.ready for replica in replicas.all), "it stays away")
-    before = set(psutil.Process().children(recursive=True))
+    before = forked_children.descendants()
     with serve_fake(replicas=2):
         pass
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert forked_children.descendants() <= before
 
 
 def test_a_replica_that_cannot_start(serve_fake):

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from own_home import own_home
+
 pytestmark = pytest.mark.multi
 
 KEY = "kestrel-9f31-never-to-be-shown"
@@ -72,7 +74,7 @@ def test_neither_key_nor_prompt_is_shown_anywhere(model_directory, tmp_path, rep
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "SHOAL_API_KEY": KEY,
-            "SHOAL_HOME": str(tmp_path / "home"),
+            "SHOAL_HOME": own_home(tmp_path / "home"),
             "TMPDIR": str(tmp_path / "temporary"),
         },
     ) as process:

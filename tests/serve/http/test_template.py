@@ -9,13 +9,8 @@ import resource
 import pytest
 
 from shoal.core.errors import ModelError
-from shoal.serve.text.template import (
-    PLAIN,
-    ChatTemplate,
-    TemplateLimitError,
-    TemplateRenderer,
-    load_template,
-)
+from shoal.corpora.chat.template import PLAIN, ChatTemplate, TemplateLimitError, load_template
+from shoal.serve.text.template import TemplateRenderer
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from shoal.app.commands.bench_activations import activations
 from shoal.app.commands.bench_decode import decode
+from shoal.app.commands.bench_predictions import predictions
 from shoal.app.commands.bench_shown import (
     files_of,
     show_serve_plan,
@@ -21,103 +23,109 @@ from shoal.app.show import Anyway, Format, Output, Quiet, Sets
 
 if TYPE_CHECKING:
     from shoal.claims.bench.attention.values import AttentionReport
-    from shoal.ir import ServeJob
-
-__all__ = ["app"]
 
 app = typer.Typer(
     cls=StudyGroup,
-    help="Predict a workload and run it for real; compare kernels.",
+    help="Benchmark serving and kernels beside their predictions.\n\n**Examples**\n\n"
+    "    shoal bench serve --requests 60 --rate 20\n\n"
+    "    shoal bench kernels --op linear",
     no_args_is_help=True,
 )
 
 app.command("activations")(activations)
 app.command("decode")(decode)
+app.command("predictions")(predictions)
 app.command("tune")(tune)
-
-_DEFAULT_MODEL = "shoal-4m"
-
-
-@app.callback()
-def _group() -> None:
-    """Predict a workload and run it for real; compare kernels."""
 
 
 @app.command("serve")
 def serve(
     config: Annotated[
-        Path | None, typer.Argument(help="A serving job in YAML; without one, the defaults.")
+        str | None,
+        typer.Argument(help="A model, or a serving job in YAML. [default: the defaults of a job]"),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A Hugging Face directory, or a model of the zoo.")
+        str | None,
+        typer.Option(help="A model directory, ORG/NAME of the hub, or a model of the zoo."),
     ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run in the score.")] = None,
     workload: Annotated[
         str | None, typer.Option(help="chat, code, summary, multiturn, shared_prefix, azure ...")
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="The file of azure or mooncake; alone, your own trace as JSON lines."),
+        typer.Option(
+            help="Trace file of azure or mooncake; without --workload, your own trace as "
+            "JSON lines."
+        ),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests to send.", min=1)] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second; the workload's own times without.")
+        float | None, typer.Option(help="Requests per second. [default: times of the workload]")
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="A server that speaks OpenAI's completions; its key: OPENAI_API_KEY."),
+        typer.Option(help="An OpenAI-compatible server to measure; its key is OPENAI_API_KEY."),
     ] = None,
     slo: Annotated[
-        str | None, typer.Option(help="Targets in s for goodput, such as ttft=0.25,tpot=0.03.")
+        str | None,
+        typer.Option(help="Latency targets in s for goodput, such as ttft=0.25,tpot=0.03."),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="With --url: ask chat/completions, with words.")
+        bool, typer.Option("--chat", help="With --url: use chat/completions, with text prompts.")
     ] = False,
     text: Annotated[
-        bool, typer.Option("--text", help="With --url: prompts are words, not token ids.")
+        bool, typer.Option("--text", help="With --url: send prompts as text, not token ids.")
     ] = False,
     ignore_eos: Annotated[
         bool,
         typer.Option(
             "--ignore-eos/--no-ignore-eos",
-            help="With --url: ask for the trace's lengths, by an extension that most engines know.",
+            help="With --url: request the trace's output lengths (ignore_eos, which most engines "
+            "support).",
         ),
     ] = True,
     vocab: Annotated[
-        int, typer.Option(help="With --url: token ids of prompts are below it.", min=2)
+        int, typer.Option(help="With --url: upper bound of token ids in prompts.", min=2)
     ] = 1000,
     request_timeout: Annotated[
-        float, typer.Option(help="With --url: seconds after which a request counts as hung.")
+        float, typer.Option(help="With --url: timeout of a request in seconds.")
     ] = 600.0,
-    machine: Annotated[str, typer.Option("--machine", "-m", help="What to plan for.")] = "local",
+    machine: Annotated[str, typer.Option("--machine", "-m", help="Machine to plan for.")] = "local",
     set_: Sets = None,
     profile: Annotated[
         float,
-        typer.Option(help="Seconds for timing steps before, and at most for a rehearsal.", min=0),
+        typer.Option(
+            help="Seconds for timing steps before the run, and at most for a rehearsal.", min=0
+        ),
     ] = 5.0,
     anyway: Annotated[
         bool,
         typer.Option(
             "--anyway",
-            help="Measure on a busy machine too, and a plan for GPUs on a CPU, unscored.",
+            help="Measure on a busy machine too, and run a plan for GPUs on a CPU (not scored).",
         ),
     ] = False,
     score: Annotated[
-        bool, typer.Option("--score/--no-score", help="Keep the report in the score.")
+        bool, typer.Option("--score/--no-score", help="Add the report to the score.")
     ] = True,
     output: Output = Format.text,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Compare with other engines, one at a time, in turns.")
+        bool, typer.Option("--peers", help="Compare with other engines, measured in turn.")
     ] = False,
     environments: Annotated[
-        Path | None, typer.Option(help="With --peers: where scripts/peers installed them.")
+        Path | None,
+        typer.Option(help="With --peers: directory where scripts/peers installed them."),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="With --peers: timed rounds.", min=1)] = 6,
+    rounds: Annotated[int, typer.Option(help="With --peers: number of timed rounds.", min=1)] = 6,
     threads: Annotated[
-        int, typer.Option(help="With --peers: threads of every engine; 0 for all cores.", min=0)
+        int, typer.Option(help="With --peers: threads per engine; 0 for all cores.", min=0)
     ] = 0,
     out: Annotated[
         list[Path] | None,
-        typer.Option(help="A file .json, or .svg of how long clients waited; repeatable."),
+        typer.Option(
+            help="Write the report (.json) or a plot of the latencies (.svg); repeatable."
+        ),
     ] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -140,6 +148,8 @@ def serve(
 
         shoal bench serve --peers --environments peers --out peers.json
     """
+    from shoal.api.benching import bench_job, bench_serve, slo_of, with_known_model
+
     files = files_of(out or [], (".json",) if peers else (".json", ".svg"))
     if peers:
         from shoal.app.commands import bench_peers
@@ -154,13 +164,16 @@ def serve(
             quiet=quiet,
         )
         return
-    job = _job(config, model, workload, trace, set_ or [])
-    targets = None
-    if slo is not None:
-        from shoal.app.commands.plan_goodput import targets_of
-
-        result = targets_of(slo)
-        targets = (result.ttft, result.tpot)
+    job = bench_job(
+        config,
+        workload=workload,
+        trace=trace,
+        sets=set_ or [],
+        environment=os.environ,
+        model=model,
+        name=name,
+    )
+    targets = slo_of(slo)
     if url is not None:
         from shoal.app.commands import bench_url
 
@@ -181,36 +194,28 @@ def serve(
             quiet=quiet,
         )
         return
-    from shoal.app.show import WorkBar, as_json
-    from shoal.cost.score import Score
-    from shoal.machine.described import load
-    from shoal.serve.bench.replay import bench_serve, weights_of
-    from shoal.serve.ranks.spinning import spin_briefly
+    from shoal.app.show import WorkBar, as_json, wait_until_quiet
+    from shoal.core.extras import require_extra
 
-    spin_briefly()
-    target = load(machine)
-    weights, where = weights_of(job)
+    require_extra("torch", purpose="shoal bench serve")
+    job = with_known_model(job)
+    wait_until_quiet(anyway=anyway, quiet=quiet)
     shown = output is Format.text
-    samples: dict[str, list[float]] = {}
-    if shown and not quiet:
-        typer.echo(f"serving {where}")
+    told = shown and not quiet
     with WorkBar("bench", quiet=quiet) as bar:
-        report = bench_serve(
+        report, samples = bench_serve(
             job,
+            machine=machine,
             requests=requests,
             rate=rate,
-            machine=target,
-            model=weights,
+            slo=slo,
             profile_s=profile,
-            wait_s=None if anyway else 60.0,
-            progress=lambda what, done, total: bar(done, total, what),
-            on_plan=show_serve_plan if shown and not quiet else None,
-            targets=targets,
-            seen=samples.update,
+            score=score,
             anyway=anyway,
+            progress=lambda what, done, total: bar(done, total, what),
+            on_start=(lambda where: typer.echo(f"serving {where}")) if told else None,
+            on_plan=show_serve_plan if told else None,
         )
-    if score:
-        Score().append(report)
     write_served(files, {**report.model_dump(mode="json"), "samples": samples}, job.model)
     if shown:
         show_serve_report(report)
@@ -220,16 +225,20 @@ def serve(
 
 @app.command("attention")
 def attention(
-    kernels: Annotated[str, typer.Option(help="all, none, or some of them with commas.")] = "all",
-    masks: Annotated[str, typer.Option(help="all, or some of them with commas.")] = "all",
+    kernels: Annotated[str, typer.Option(help="all, none, or a comma-separated list.")] = "all",
+    masks: Annotated[str, typer.Option(help="all, or a comma-separated list.")] = "all",
     cp: Annotated[
-        str, typer.Option(help="Context-parallel methods: all, none, or some with commas.")
+        str, typer.Option(help="Context-parallel methods: all, none, or a comma-separated list.")
     ] = "all",
     lengths: Annotated[
-        str | None, typer.Option(help="Tokens of a sequence; 1024,2048, or 256 if quick.")
+        str | None,
+        typer.Option(help="Sequence lengths in tokens. [default: 1024,2048; 256 with --quick]"),
     ] = None,
     cp_lengths: Annotated[
-        str | None, typer.Option(help="Tokens for context parallelism; the shortest length.")
+        str | None,
+        typer.Option(
+            help="Sequence length for context parallelism. [default: the shortest length]"
+        ),
     ] = None,
     ranks: Annotated[str, typer.Option(help="Numbers of context-parallel ranks.")] = "2,4,8",
     batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
@@ -237,28 +246,36 @@ def attention(
     kv_heads: Annotated[int, typer.Option(help="Key/value heads.", min=1)] = 4,
     head_dim: Annotated[int, typer.Option(help="Width of a head.", min=1)] = 32,
     dtype: Annotated[str, typer.Option(help="fp64, fp32, bf16 or fp16.")] = "fp32",
-    device: Annotated[str, typer.Option(help="Where kernels run: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
     backward: Annotated[
         bool, typer.Option("--backward/--no-backward", help="Gradients too.")
     ] = True,
     repeats: Annotated[int, typer.Option(help="Timed rounds.", min=1)] = 5,
-    block: Annotated[int, typer.Option(help="Edge of the blocks of sparse masks.", min=1)] = 64,
-    threads: Annotated[int, typer.Option(help="Threads of torch; 0 for its own.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Of masks, inputs and turns.", min=0)] = 0,
+    block: Annotated[int, typer.Option(help="Block size of sparse masks.", min=1)] = 64,
+    threads: Annotated[int, typer.Option(help="Threads of torch; 0 for its default.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of masks, inputs and order.", min=0)] = 0,
     links: Annotated[str, typer.Option(help="Links between ranks: mesh or ring.")] = "mesh",
-    bandwidth: Annotated[float, typer.Option(help="Byte/s of a link in one direction.")] = 5e10,
-    latency: Annotated[float, typer.Option(help="Seconds of a link.")] = 5e-6,
-    flops: Annotated[float, typer.Option(help="FLOP/s of a context-parallel rank.")] = 1e14,
+    bandwidth: Annotated[
+        float, typer.Option(help="Bandwidth of a link in one direction, in byte/s.")
+    ] = 5e10,
+    latency: Annotated[float, typer.Option(help="Latency of a link, in seconds.")] = 5e-6,
+    flops: Annotated[
+        float, typer.Option(help="Speed of a context-parallel rank, in FLOP/s.")
+    ] = 1e14,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node.", min=1)] = 4,
-    node_bandwidth: Annotated[float, typer.Option(help="Byte/s between nodes.")] = 1.25e10,
-    node_latency: Annotated[float, typer.Option(help="Seconds between nodes.")] = 1e-5,
+    node_bandwidth: Annotated[
+        float, typer.Option(help="Bandwidth between nodes, in byte/s.")
+    ] = 1.25e10,
+    node_latency: Annotated[float, typer.Option(help="Latency between nodes, in seconds.")] = 1e-5,
     quick: Annotated[
         bool, typer.Option("--quick", help="256 tokens, one round, one thread, no flex.")
     ] = False,
     out: Annotated[
-        list[Path] | None, typer.Option("--out", "-o", help="A file .html or .json; repeatable.")
+        list[Path] | None,
+        typer.Option(help="Write the result as .html or .json; repeatable."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the counts only.")] = False,
+    output: Output = Format.text,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print counts only.")] = False,
 ) -> None:
     """Compare attention kernels and context-parallel methods under many masks.
 
@@ -274,7 +291,7 @@ def attention(
 
         shoal bench attention --kernels sdpa,flex,tiled --cp none --lengths 1024,4096 --out r.json
     """
-    from shoal.app.show import WorkBar
+    from shoal.app.show import WorkBar, as_json
     from shoal.claims.bench.attention.harness import chosen, run
     from shoal.claims.bench.attention.report import to_html
     from shoal.claims.bench.attention.values import AttentionSettings
@@ -333,9 +350,12 @@ def attention(
         else:
             write_atomic(file, to_html(report))
     counts = report.counts()
-    if not quiet:
+    if output is Format.json:
+        as_json(report.model_dump(mode="json"))
+    elif not quiet:
         _show_attention(report)
-    typer.echo(", ".join(f"{count} {name}" for name, count in counts.items()))
+    if output is Format.text:
+        typer.echo(", ".join(f"{count} {name}" for name, count in counts.items()))
     if counts["wrong"] or counts["failed"]:
         raise typer.Exit(1)
 
@@ -343,27 +363,32 @@ def attention(
 @app.command("kernels")
 def kernels(
     op: Annotated[
-        list[str] | None, typer.Option(help="Operators; all that are measured without. Repeatable.")
+        list[str] | None, typer.Option(help="Operator to measure; repeatable. [default: all]")
     ] = None,
-    rows: Annotated[str, typer.Option(help="Rows (tokens) of a call, with commas.")] = "1,4,16,64",
+    rows: Annotated[
+        str, typer.Option(help="Rows (tokens) of a call, comma-separated.")
+    ] = "1,4,16,64",
     shapes: Annotated[
-        str, typer.Option(help="Outputs x inputs of products, with commas.")
+        str, typer.Option(help="Outputs x inputs of products, comma-separated.")
     ] = "4096x4096",
     formats: Annotated[
-        str, typer.Option("--format", help="Weight formats of linear_lowbit, with commas.")
+        str, typer.Option("--format", help="Weight formats of linear_lowbit, comma-separated.")
     ] = "int4-g128",
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
     backend: Annotated[
-        list[str] | None, typer.Option(help="Only these kernels, such as cpp. Repeatable.")
+        list[str] | None, typer.Option(help="Only this kernel, such as cpp; repeatable.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Three rounds, and a quarter of the memory.")
+        bool, typer.Option("--quick", help="Three rounds over a quarter of the memory.")
     ] = False,
     anyway: Anyway = False,
     out: Annotated[
         list[Path] | None,
-        typer.Option("--out", "-o", help="A file .json, or .svg of one operator; repeatable."),
+        typer.Option(
+            help="Write the table (.json), or a plot of one operator (.svg); repeatable.",
+        ),
     ] = None,
+    output: Output = Format.text,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the table only.")] = False,
 ) -> None:
     """Time every kernel beside its peers, and beside the roofline of the probed machine.
@@ -381,11 +406,10 @@ def kernels(
     """
     import dataclasses
 
-    from shoal.app.show import WorkBar
+    from shoal.app.show import WorkBar, as_json, wait_until_quiet
     from shoal.claims.bench.kernels import KernelBenchOptions, bench, draw, format_rows
     from shoal.core.errors import ConfigError, require
     from shoal.core.files import write_atomic, write_json
-    from shoal.core.measure import check_quiet
 
     files = out or []
     for file in files:
@@ -409,14 +433,17 @@ def kernels(
         rotated_bytes=(160 if quick else 640) * 2**20,
         wanted=tuple(backend or ()),
     )
-    if not anyway:
-        check_quiet(wait_s=60.0)
+    wait_until_quiet(anyway=anyway, quiet=quiet)
     with WorkBar("bench kernels", quiet=quiet) as bar:
         result = bench(options, progress=lambda text, done, total: bar(done, total, text))
-    typer.echo(format_rows(result))
+    values = [dataclasses.asdict(row) for row in result]
+    if output is Format.json:
+        as_json(values)
+    else:
+        typer.echo(format_rows(result))
     for file in files:
         if file.suffix == ".json":
-            write_json(file, [dataclasses.asdict(row) for row in result])
+            write_json(file, values)
         else:
             names = sorted({row.op for row in result})
             require(len(names) == 1, "--out", str(file), expected="one --op for one picture")
@@ -431,7 +458,7 @@ def _numbers(text: str, where: str) -> list[int]:
         all(word.isdigit() for word in words),
         where,
         text,
-        expected="whole numbers with commas, such as 1024,2048",
+        expected="comma-separated integers, such as 1024,2048",
     )
     return [int(word) for word in words]
 
@@ -469,7 +496,7 @@ def _show_attention(report: AttentionReport) -> None:
         )
     if report.context:
         table(
-            "fastest context-parallel method, on the links' clock",
+            "fastest context-parallel method, in simulated link time",
             ("tokens", "ranks", "mask", "method", "step", "exposed", "of"),
             [
                 (
@@ -485,22 +512,3 @@ def _show_attention(report: AttentionReport) -> None:
             ],
             numeric="rr  rrr",
         )
-
-
-def _job(
-    config: Path | None,
-    model: str | None,
-    workload: str | None,
-    trace: Path | None,
-    sets: list[str],
-) -> ServeJob:
-    from shoal.core.config import resolve
-    from shoal.cost.workloads.choose import choose
-    from shoal.ir import ServeJob
-
-    chosen = choose(workload, None if trace is None else str(trace))
-    flags: dict[str, object] = {
-        "model": model if model is not None or config is not None else _DEFAULT_MODEL,
-        "workload": chosen and chosen.model_dump(mode="json"),
-    }
-    return resolve(ServeJob, file=config, flags=flags, sets=sets).value

@@ -6,18 +6,17 @@ from typing import Annotated
 
 import typer
 
-from shoal.app.show import Anyway, Format, Output
-
-__all__ = ["activations"]
+from shoal.app.show import Anyway, Format, Output, Quiet
 
 
 def activations(
     model: Annotated[str, typer.Option(help="A model of the zoo or a shipped shape.")] = "shoal-4m",
-    sequences: Annotated[int, typer.Option(help="Sequences of a step.", min=1)] = 4,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 256,
+    sequences: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 4,
+    length: Annotated[int, typer.Option(help="Tokens per sequence.", min=1)] = 256,
     path: Annotated[str, typer.Option(help="Directory on the disk.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Three rounds.")] = False,
     anyway: Anyway = False,
+    quiet: Quiet = False,
     output: Output = Format.text,
 ) -> None:
     """Compare keeping what the forward pass saves with computing it again and with a disk.
@@ -33,15 +32,13 @@ def activations(
     """
     import dataclasses
 
-    from shoal.app.show import as_json, table
+    from shoal.app.show import as_json, table, wait_until_quiet
     from shoal.claims.bench.activations import compare
-    from shoal.core.measure import check_quiet
     from shoal.core.sizes import human_bytes
     from shoal.memory.activations.ssdtrain import SSDTrain
     from shoal.train.zoo import config
 
-    if not anyway:
-        check_quiet(wait_s=60.0)
+    wait_until_quiet(anyway=anyway, quiet=quiet)
     rows = compare(
         config(model),
         sequences=sequences,

@@ -1,4 +1,4 @@
-"""``shoal bench decode``: every way to guess, on one target: does it pay on this machine?"""
+"""``shoal bench decode``: speed-up of every speculative method for one target on this machine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.app.show import Anyway, Format, Output
+from shoal.app.show import Anyway, Format, Output, Quiet
 
 if TYPE_CHECKING:
     from shoal.claims.bench.decode import DecodeRow
-
-__all__ = ["decode"]
 
 # What is compared on the mini-model if nothing is named.
 _TRAINED = ("medusa", "falcon", "ppd")
@@ -21,36 +19,41 @@ _TRAINED = ("medusa", "falcon", "ppd")
 
 def decode(
     model: Annotated[
-        str, typer.Option(help="Directory of the target; the zoo's mini-model if not given.")
+        str,
+        typer.Option(
+            help="Directory of the target, or ORG/NAME of the hub. [default: the mini-model of "
+            "the zoo]"
+        ),
     ] = "",
     methods: Annotated[
-        str, typer.Option(help="Comma-separated parts of kind speculative; all if not given.")
+        str, typer.Option(help="Comma-separated parts of kind speculative. [default: all]")
     ] = "",
     drafter: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=DIRECTORY of a drafter that is there; repeat for several."),
+        typer.Option(help="NAME=DIRECTORY of an existing drafter; repeatable."),
     ] = None,
     also: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=DIRECTORY of a model that is diffusion, parscale, duo or ladder itself."
+            help="NAME=DIRECTORY of a diffusion, parscale, duo or ladder model; repeatable."
         ),
     ] = None,
-    batch: Annotated[str, typer.Option(help="Requests together: 1, or several: 1,4,16.")] = "1",
+    batch: Annotated[str, typer.Option(help="Batch sizes, such as 1,4,16.")] = "1",
     prompts: Annotated[int, typer.Option(help="Held-out prompts.", min=1)] = 24,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each.", min=1)] = 64,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=8)] = 96,
-    rounds: Annotated[int, typer.Option(help="Times that all are answered.", min=1)] = 3,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=1)] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens per answer.", min=8)] = 96,
+    rounds: Annotated[int, typer.Option(help="Number of rounds.", min=1)] = 3,
     precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     threads: Annotated[int, typer.Option(help="Threads; 0 for all cores.", min=0)] = 0,
     anyway: Anyway = False,
     keep: Annotated[
-        bool, typer.Option("--keep/--no-keep", help="Keep the table for plans to cite.")
+        bool, typer.Option("--keep/--no-keep", help="Save the table, so that plans can cite it.")
     ] = True,
+    quiet: Quiet = False,
     output: Output = Format.text,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Draw speed by tokens a step, or by size of batch, to this .svg file."),
+        typer.Option(help="Plot speed over tokens per step or batch size, to this .svg file."),
     ] = None,
 ) -> None:
     """Compare ways to decode several tokens a step with plain decoding.
@@ -71,27 +74,33 @@ def decode(
     """
     import dataclasses
 
-    from shoal.app.show import as_json
+    from shoal.api.loading import model_directory
+    from shoal.app.show import as_json, wait_until_quiet
     from shoal.claims.bench.decode import PLAIN, Bench, compared, held_out_prompts, lively
     from shoal.claims.bench.decode_methods import check_own, drawn, keep_rows
     from shoal.core.errors import StoreError, require
     from shoal.core.files import write_atomic
-    from shoal.core.measure import check_quiet, num_cores
+    from shoal.core.measure import num_cores
     from shoal.train import zoo
     from shoal.train.zoo.drafters import method_of
 
     if picture is not None:
         require(picture.suffix == ".svg", "--picture", picture, expected="a name that ends in .svg")
     sizes = _sizes(batch)
+
+    def say(line: str) -> None:
+        if not quiet:
+            typer.echo(line, err=output is Format.json)
+
     given = dict(_pair(one, "--drafter") for one in drafter or [])
     others = dict(_pair(one, "--also") for one in also or [])
     for name, directory in others.items():
         check_own(name, directory)
-    target = Path(model) if model else zoo.trained("shoal-27m", typer.echo)
+    target = model_directory(model) if model else zoo.trained("shoal-27m", say)
     wanted = [one.strip() for one in methods.split(",") if one.strip()]
     wanted = wanted or ["ngram", *(_TRAINED if not model else ()), *given]
     every = dict.fromkeys([*wanted, *given])
-    parts = {name: method_of(name, target, given, typer.echo) for name in every}
+    parts = {name: method_of(name, target, given, say) for name in every}
     data = None if model else zoo.corpus("shoal-27m")
     # A fifth may go: answers that repeat themselves.
     count = max(prompts, max(sizes) * 5 // 4)
@@ -100,8 +109,7 @@ def decode(
         name: (directory, held_out_prompts(directory, data, count, prompt_tokens))
         for name, directory in others.items()
     }
-    if not anyway:
-        check_quiet(wait_s=60.0)
+    wait_until_quiet(anyway=anyway, quiet=quiet)
     bench = Bench(
         target,
         {PLAIN: None, **parts},
@@ -120,7 +128,7 @@ def decode(
     ]
     if keep:
         place = keep_rows(rows, target, model or "shoal-27m", precision)
-        typer.echo(f"kept in {place}, for shoal explain decode and plan serve to cite", err=True)
+        typer.echo(f"saved in {place}, where shoal explain decode and plan serve find it", err=True)
     if picture is not None:
         write_atomic(picture, drawn(rows).render().encode(), error=StoreError)
     if output is Format.json:
@@ -164,11 +172,11 @@ def _show(rows: Sequence[DecodeRow], title: str, others: dict[str, Path]) -> Non
         numeric=" rrrrrrrr",
     )
     if rows[0].loops:
-        typer.echo(f"{rows[0].loops} answers were left out: they repeat themselves")
+        typer.echo(f"{rows[0].loops} answers were left out because they repeat themselves")
     missing = [name for name in OWN if name not in others]
     if missing:
         typer.echo(
-            f"not measured: {', '.join(missing)}, each of which needs its own model (--also "
+            f"not measured: {', '.join(missing)}, which need a model of their own (--also "
             f"{missing[0]}=DIR), and hogwild, whose workers share a task (shoal claims run hogwild)"
         )
     typer.echo(advice(rows))

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from shoal.core.scratch import scratch_directory
 
-__all__ = ["run"]
-
 
 def run(
     model: str | None,
@@ -22,7 +20,7 @@ def run(
     """Run the table, print it, and write it if asked to.
 
     Args:
-        model: a Hugging Face directory; random weights of 205.6 M parameters without.
+        model: a model directory or an id of the hub; random weights of 205.6 M parameters without.
         environments: where the peers are installed.
         rounds: timed rounds.
         threads: of every engine; 0 for all cores.
@@ -32,20 +30,19 @@ def run(
     """
     import typer
 
-    from shoal.app.show import WorkBar, table
+    from shoal.api.loading import model_directory
+    from shoal.app.show import WorkBar, table, wait_until_quiet
     from shoal.claims.bench.serving.run import COLUMNS, bench, random_directory, rows
-    from shoal.core.errors import ServeError, require
+    from shoal.core.errors import require
     from shoal.core.files import write_json
-    from shoal.core.measure import check_quiet, num_cores
+    from shoal.core.measure import num_cores
 
     if out is not None:
         require(out.suffix == ".json", "--out", str(out), expected="a name in .json")
-    if model is not None and not (Path(model) / "config.json").is_file():
-        raise ServeError(f"--model {model}: no config.json there; give a Hugging Face directory")
-    if not anyway:
-        check_quiet(wait_s=60.0)
+    given = None if model is None else model_directory(model)
+    wait_until_quiet(anyway=anyway, quiet=quiet)
     with scratch_directory("peers") as place:
-        directory = Path(model) if model else random_directory(place)
+        directory = given or random_directory(place)
         with WorkBar("bench serve --peers", quiet=quiet) as bar:
             result = bench(
                 directory,

@@ -11,14 +11,6 @@ import typer
 if TYPE_CHECKING:
     from shoal.ir import ServePlan, ServeReport
 
-__all__ = [
-    "files_of",
-    "measured_rows",
-    "show_serve_plan",
-    "show_serve_report",
-    "write_served",
-]
-
 
 def files_of(files: list[Path], known: tuple[str, ...]) -> list[Path]:
     """The files, once each has one of the known endings.

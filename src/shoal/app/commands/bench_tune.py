@@ -13,8 +13,6 @@ from shoal.core.counts import duration
 if TYPE_CHECKING:
     from shoal.plan.tune.protocols import TuningResult
 
-__all__ = ["tune"]
-
 # Engine -> what gives its knobs, and loads it with its workload.
 ENGINES = {
     "shoal": "shoal.serve.bench.tune:shoal_engine",
@@ -23,35 +21,43 @@ ENGINES = {
 
 
 def tune(
-    model: Annotated[
-        str, typer.Argument(help="A Hugging Face directory, or a model of the zoo.")
-    ] = "shoal-4m",
-    trace: Annotated[
-        Path | None, typer.Option(help="Your own requests, as JSON lines; chat without.")
+    subject: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A model directory, ORG/NAME of the hub, or one of the zoo; shoal-4m.",
+        ),
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="The first so many.", min=1)] = None,
-    budget: Annotated[str, typer.Option(help="Time to search, such as 90s or 5m.")] = "5m",
+    model: Annotated[str | None, typer.Option(help="The same, as a flag.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Your own requests, as JSON lines. [default: chat]")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Use the first N requests.", min=1)] = None,
+    budget: Annotated[str, typer.Option(help="Time budget, such as 90s or 5m.")] = "5m",
     goal: Annotated[str, typer.Option(help="throughput, latency or ttft.")] = "throughput",
-    engine: Annotated[str, typer.Option(help="shoal or transformers (its generate).")] = "shoal",
+    engine: Annotated[str, typer.Option(help="shoal, or transformers (its generate).")] = "shoal",
     knob: Annotated[
         list[str] | None,
         typer.Option("--knob", help="knob=value[,value...], such as max_running=4,8,16."),
     ] = None,
     tuner: Annotated[str, typer.Option(help="bayes, random, halving or exhaustive.")] = "bayes",
-    trials: Annotated[int, typer.Option(help="Configurations to try at most.", min=1)] = 64,
+    trials: Annotated[int, typer.Option(help="Maximum number of configurations.", min=1)] = 64,
     width: Annotated[
-        float, typer.Option(help="Measure again until the mean is sure to this share of it.")
+        float, typer.Option(help="Repeat until the relative error of the mean is below this.")
     ] = 0.05,
-    limit: Annotated[str, typer.Option(help="Longest time of one measurement.")] = "60s",
+    limit: Annotated[str, typer.Option(help="Time limit of one measurement.")] = "60s",
     warm: Annotated[
-        Path | None, typer.Option(help="A study of another machine: its best are tried first.")
+        Path | None,
+        typer.Option(help="A study of another machine, whose best configurations are tried first."),
     ] = None,
     set_: Sets = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the job with the best settings, as YAML.")
     ] = None,
     study: Annotated[Path | None, typer.Option(help="Write all trials, as YAML.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Write the landscape, as HTML.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Write a plot of all trials, as HTML.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
     anyway: Anyway = False,
     output: Output = Format.text,
@@ -75,11 +81,11 @@ def tune(
     import contextlib
     import time
 
-    from shoal.app.show import WorkBar, as_json
+    from shoal.app.show import WorkBar, as_json, wait_until_quiet
     from shoal.core.config import resolve
     from shoal.core.errors import require
     from shoal.core.files import write_atomic
-    from shoal.core.measure import check_quiet
+    from shoal.core.hub import fetched
     from shoal.core.parts import load_object
     from shoal.cost.workloads.choose import choose
     from shoal.ir import ServeJob
@@ -103,21 +109,21 @@ def tune(
         engine == "shoal" or out is None,
         "--out",
         str(out),
-        expected="the engine shoal, whose settings a job can say",
+        expected="the engine shoal, whose settings a job can contain",
         hint="keep the trials with --study",
     )
     elsewhere = TuningResult.load(warm).trials if warm is not None else ()
+    model = subject or model or "shoal-4m"
     chosen = choose(None, None if trace is None else str(trace))
     flags = {"model": model, "workload": chosen and chosen.model_dump(mode="json")}
-    job = resolve(ServeJob, flags=flags, sets=set_ or []).value
+    job = fetched(resolve(ServeJob, flags=flags, sets=set_ or []).value)
     require(engine in ENGINES, "--engine", engine, expected=f"one of {', '.join(ENGINES)}")
     space, load = load_object(ENGINES[engine])(job, dict(knob_of(word) for word in knob or []))
     options = {"starts": min(16, max(4, space.size // 10))} if tuner == "bayes" else {}
     searcher = TUNERS.build({"name": tuner, **options}, where="--tuner")
     repeats = Repeats(width=width)
     runner, workload = load(requests)
-    if not anyway:
-        check_quiet(wait_s=60.0)
+    wait_until_quiet(anyway=anyway, quiet=quiet)
     objective = ServingObjective(
         runner=runner,
         workload=workload,
@@ -157,7 +163,7 @@ def tune(
 
 def _show(study: TuningResult, unit: str) -> None:
     """Print tables."""
-    from shoal.app.show import console, table
+    from shoal.app.show import echo, table
     from shoal.plan.tune.landscape_page import tables
 
     best = study.best
@@ -166,7 +172,7 @@ def _show(study: TuningResult, unit: str) -> None:
             table(one.title, one.columns, one.rows[:8])
     failed = len(study.trials) - len(study.feasible)
     spelt = ", ".join(f"{name}={value}" for name, value in best.config.items())
-    console().print(
+    echo(
         f"{len(study.trials)} of {study.space.size} configurations tried, {failed} failed; "
         f"the best reaches {best.value:.4g} {unit}: {spelt}"
     )

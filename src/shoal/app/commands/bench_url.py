@@ -11,8 +11,6 @@ from shoal.app.show import Format
 if TYPE_CHECKING:
     from shoal.ir import ServeJob
 
-__all__ = ["run"]
-
 # Most tokens of a request, where the server does not say.
 _MAX_POSITION = 4096
 
@@ -101,7 +99,7 @@ def run(
     if len(result) == failures.total():
         name, reason = next(iter(reasons.items()), ("empty", "the workload has no requests"))
         raise ServeError(
-            f"{url}: no request of {len(result)} was answered; the first {name}: {reason}"
+            f"{url}: none of {len(result)} requests was answered; the first {name}: {reason}"
         )
     measured = measured_of(served, gaps, targets=targets)
     lags = [max(0.0, one.sent - one.served.arrival) for one in result]

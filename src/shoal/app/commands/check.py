@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["check"]
-
-_SHOWN = 10
+from shoal.app.show import Format, Output
 
 
 class _Dtype(StrEnum):
@@ -26,16 +24,16 @@ class _Loss(StrEnum):
 def check(
     file: Annotated[
         str,
-        typer.Argument(help="A Python file, or a module's dotted name; it is executed."),
+        typer.Argument(help="A Python file or a module's dotted name, which is executed."),
     ],
     ranks: Annotated[
-        int | None, typer.Option(help="Processes; without it as many as the mesh has.", min=2)
+        int | None, typer.Option(help="Number of processes. [default: size of the mesh]", min=2)
     ] = None,
     mesh: Annotated[
-        str | None, typer.Option(help="Axes, slowest first, such as dp=2,tp=2.")
+        str | None, typer.Option(help="Mesh axes, slowest first, such as dp=2,tp=2.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Training steps to compare.", min=1)] = 3,
-    dtype: Annotated[_Dtype, typer.Option(help="Precision of everything.")] = _Dtype.float64,
+    dtype: Annotated[_Dtype, typer.Option(help="Precision of model and data.")] = _Dtype.float64,
     tolerance: Annotated[
         float | None,
         typer.Option(help="Largest relative error; 1e-9 in float64, 2e-5 in float32."),
@@ -43,21 +41,23 @@ def check(
     atol: Annotated[
         float | None,
         typer.Option(
-            help="Smallest scale of an error; a hundredth of the largest entry of its kind.",
+            help="Smallest scale of an error. [default: 1/100 of the largest entry of its kind]",
             min=0,
         ),
     ] = None,
     loss: Annotated[
-        _Loss | None, typer.Option(help="How the ranks' losses make the whole one.")
+        _Loss | None, typer.Option(help="How the losses of the ranks are combined.")
     ] = None,
     ragged: Annotated[
-        bool, typer.Option("--ragged", help="Deal the rows out unevenly over the ranks.")
+        bool, typer.Option("--ragged", help="Distribute rows unevenly over the ranks.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of model and batches.", min=0)] = 0,
     timeout: Annotated[
-        float, typer.Option(help="Seconds without progress after which a rank hangs.", min=1)
+        float,
+        typer.Option(help="Seconds without progress after which a rank counts as hanging.", min=1),
     ] = 120.0,
-    json_: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+    output: Output = Format.text,
+    json_: Annotated[bool, typer.Option("--json", hidden=True)] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the headline only.")] = False,
 ) -> None:
     """Prove that a parallel training step equals one process, or name what does not.
@@ -72,46 +72,35 @@ def check(
 
         shoal check examples/check/ddp.py --ranks 4
 
-        shoal check examples/check/tensor_parallel.py --mesh dp=2,tp=2 --json
+        shoal check examples/check/tensor_parallel.py --mesh dp=2,tp=2 -o json
     """
-    from shoal.app.show import WorkBar, as_json, table
-    from shoal.claims.check.protocols import CheckSettings, parse_mesh
-    from shoal.claims.check.report import headline, row_cells, summary
-    from shoal.claims.check.run import check as run
-    from shoal.core.config import parse
+    from shoal import api
+    from shoal.app.show import WorkBar, as_json, show_blocks
+    from shoal.claims.check.report import headline, tables
 
-    raw = {
-        "file": file,
-        "ranks": ranks,
-        "mesh": None if mesh is None else parse_mesh(mesh),
-        "steps": steps,
-        "dtype": dtype.value,
-        "tolerance": tolerance,
-        "atol": atol,
-        "loss_over_ranks": None if loss is None else loss.value,
-        "ragged": ragged,
-        "seed": seed,
-        "timeout_s": timeout,
-    }
-    settings = parse(CheckSettings, raw, where="")
-    with WorkBar("check", quiet=quiet or json_) as bar:
-        verdict = run(settings, lambda text: bar(0, 0, text))
     if json_:
+        typer.echo("--json: deprecated; use -o json", err=True)
+        output = Format.json
+    with WorkBar("check", quiet=quiet or output is Format.json) as bar:
+        verdict = api.check(
+            file,
+            progress=bar,
+            ranks=ranks,
+            mesh=mesh,
+            steps=steps,
+            dtype=dtype.value,
+            tolerance=tolerance,
+            atol=atol,
+            loss_over_ranks=None if loss is None else loss.value,
+            ragged=ragged,
+            seed=seed,
+            timeout_s=timeout,
+        )
+    if output is Format.json:
         as_json(verdict.model_dump(mode="json"))
-    else:
+    elif quiet:
         typer.echo(headline(verdict))
-        if not quiet:
-            for finding in verdict.findings:
-                typer.echo(f"  {finding.text}")
-            for line in summary(verdict):
-                typer.echo(line)
-            rows = [row_cells(row, settings.limit) for row in verdict.rows[:_SHOWN]]
-            columns = ("step", "kind", "name", "relative error", "rank", "")
-            table("", columns, rows, numeric="r  rr")
-            hidden = len(verdict.rows) - _SHOWN
-            if hidden > 0:
-                typer.echo(f"and {hidden} more; --json has all")
-            for note in verdict.notes:
-                typer.echo(f"note: {note}")
+    else:
+        show_blocks(tables(verdict))
     if not verdict.equal:
         raise typer.Exit(1)

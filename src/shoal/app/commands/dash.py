@@ -10,26 +10,25 @@ import typer
 if TYPE_CHECKING:
     import socket
 
-__all__ = ["dash"]
-
 
 def dash(
     runs: Annotated[
         list[Path] | None,
-        typer.Option(help="A directory of runs, besides those the score knows; may repeat."),
+        typer.Option(help="A directory of runs, besides those in the score; repeatable."),
     ] = None,
     plan: Annotated[
-        list[Path] | None, typer.Option(help="A plan file to show; may repeat.")
+        list[Path] | None, typer.Option(help="A plan file to show; repeatable.")
     ] = None,
-    results: Annotated[Path, typer.Option(help="Directory of the claims' results.")] = Path(
-        "results"
-    ),
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Directory of claim results. [default: those of the clone]"),
+    ] = None,
     server: Annotated[
-        str | None, typer.Option(help="A running `shoal serve`; its key is SHOAL_API_KEY.")
+        str | None, typer.Option(help="URL of a running `shoal serve`; its key is SHOAL_API_KEY.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+        int, typer.Option(help="Port to listen on; 0 for a free one.", min=0, max=65535)
     ] = 8642,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
 ) -> None:
@@ -52,11 +51,6 @@ def dash(
 
     uvicorn = import_extra("uvicorn", extra="run", purpose="the dashboard")
     import_extra("fastapi", extra="run", purpose="the dashboard")
-    from shoal.app.dash.app import DashboardSettings, create_app
-    from shoal.app.dash.guard import DashboardAccess, host_names
-    from shoal.core.logs import log_to_stderr
-    from shoal.serve.http.accept import BoundedServer
-    from shoal.serve.http.limits import HttpLimits
     from shoal.serve.watch.upstream import Upstream
 
     for folder in runs or ():
@@ -67,13 +61,21 @@ def dash(
     if server is not None:
         upstream = Upstream(server.rstrip("/"), os.environ.get("SHOAL_API_KEY", ""))
     listening = _listen(host, port)
+    # The pages take a second to import, which an address in use does not wait for.
+    from shoal.app.dash.app import DashboardSettings, create_app
+    from shoal.app.dash.guard import DashboardAccess, host_names
+    from shoal.claims.shipped import results_directory
+    from shoal.core.logs import log_to_stderr
+    from shoal.serve.http.accept import BoundedServer
+    from shoal.serve.http.limits import HttpLimits
+
     port = int(listening.getsockname()[1])
     access = DashboardAccess(hosts=host_names(host), name=f"shoal-dash-{port}")
     app = create_app(
         DashboardSettings(
             runs=tuple(runs or ()),
             plans=tuple(plan or ()),
-            results=results,
+            results=results or results_directory(),
             server=upstream,
             access=access,
         )
@@ -81,7 +83,7 @@ def dash(
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "localhost") else host  # noqa: S104
     address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
     typer.echo(f"{address}?token={access.token}")
-    typer.echo("Only this address opens the dashboard. Ctrl-C ends it.", err=True)
+    typer.echo("The dashboard opens at this address only. Ctrl-C stops it.", err=True)
     opened = _open(f"{address}?token={access.token}") if open_ else None
     limits = HttpLimits()
     # No access log: the first address has the token.
@@ -119,8 +121,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.listen(128)
     except OSError as cause:
         raise ConfigError(
-            f"--host {host} --port {port}: cannot listen there ({cause.strerror}); "
-            "give another port, or --port 0 for a free one"
+            f"--host {host} --port {port}: cannot listen ({cause.strerror}); give another port, "
+            f"or --port 0 for a free one"
         ) from cause
     return listening
 

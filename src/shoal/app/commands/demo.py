@@ -7,15 +7,13 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["demo"]
-
 
 def demo(
-    directory: Annotated[Path, typer.Option("--dir", help="Where everything goes.")] = Path("demo"),
+    directory: Annotated[Path, typer.Option("--dir", help="Output directory.")] = Path("demo"),
     minutes: Annotated[float, typer.Option(help="Minutes of training.", min=0.05)] = 3.0,
     ranks: Annotated[int, typer.Option(help="Ranks.", min=1, max=64)] = 2,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="path=value, over the job of the training.")
+        list[str] | None, typer.Option("--set", help="path=value of the training job.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:

@@ -6,8 +6,6 @@ import typer
 
 from shoal.app.show import Format, Output
 
-__all__ = ["doctor"]
-
 
 def doctor(
     output: Output = Format.text,
@@ -22,7 +20,7 @@ def doctor(
     """
     from dataclasses import asdict
 
-    from shoal.app.show import as_json, table
+    from shoal.app.show import as_json, echo, table
     from shoal.machine.doctor import doctor as examine
 
     checks = examine()
@@ -30,10 +28,10 @@ def doctor(
         as_json([asdict(check) for check in checks])
     else:
         signs = {"ok": "ok", "warn": "warn", "fail": "FAIL"}
-        table(
-            "",
-            ("check", "status", "result", "what to do"),
-            [(c.name, signs[c.status], c.detail, c.fix) for c in checks],
-        )
+        rows = [(c.name, signs[c.status], c.detail) for c in checks]
+        table("", ("check", "status", "result"), rows)
+        for check in checks:
+            if check.fix:
+                echo(f"{check.name}: {check.fix}")
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,24 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shoal.app.show import Format, as_json, say_if_elsewhere, show, table
+from shoal.app.show import (
+    Format,
+    as_json,
+    say_if_elsewhere,
+    show,
+    show_blocks,
+    show_notes,
+    show_values,
+    table,
+)
 
 if TYPE_CHECKING:
-    from shoal.core.config import ResolvedValue
-    from shoal.ir import Job, JobKind, Plan, Report
-
-__all__ = [
-    "Kinds",
-    "PlanKinds",
-    "StudyGroup",
-    "app",
-    "continuable",
-    "moved",
-    "option",
-    "same_kind",
-    "show_job_plans",
-    "show_report",
-]
+    from shoal.api.preparing import PreparedRun
+    from shoal.ir import Flag, JobKind, Report
 
 
 class StudyGroup(TyperGroup):
@@ -50,7 +47,7 @@ class StudyGroup(TyperGroup):
         if ctx.resilient_parsing:  # a shell completes a line
             return own
         if own is None and (word := name.replace("-", "_")) in parts("study"):
-            raise UnknownPartError(f"shoal {ctx.info_name} {name}: now shoal explain {word}")
+            raise UnknownPartError(f"shoal {ctx.info_name} {name}: renamed to shoal explain {word}")
         return own
 
 
@@ -74,7 +71,7 @@ class Kinds(StudyGroup):
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """The command of that name."""
-        from shoal.core.errors import UnknownPartError, nearest
+        from shoal.core.errors import UnknownPartError, suggestion
         from shoal.core.parts import table as parts
         from shoal.ir import kind_named
 
@@ -85,10 +82,9 @@ class Kinds(StudyGroup):
         if name not in known:
             if ctx.resilient_parsing:
                 return None
-            hint = nearest(name, known)
             raise UnknownPartError(
                 f"shoal {ctx.info_name} {name}: expected one of {', '.join(sorted({*known}))}"
-                + (f"; {hint}" if hint else "")
+                + suggestion(name, known)
             )
         single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
         single.command(name)(self.action(name, kind_named(name)))
@@ -104,16 +100,19 @@ class PlanKinds(Kinds):
         return plan_command(name, kind)
 
 
-app = typer.Typer(cls=Kinds, help="Run a job of any kind, and keep score.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Kinds,
+    help="Run a job of any kind and score its prediction.\n\n**Examples**\n\n"
+    "    shoal run serve shoal-4m --requests 20 --rate 5\n\n"
+    "    shoal run cluster job.yaml",
+    no_args_is_help=True,
+)
 
 
 # What was asked here is explained now.
-moved = typer.Typer(cls=StudyGroup, hidden=True, help="Now shoal explain.", no_args_is_help=True)
-
-
-@app.callback()
-def _group() -> None:
-    """Run a job of any kind: plan it, do it, report prediction beside measurement."""
+moved = typer.Typer(
+    cls=StudyGroup, hidden=True, help="Renamed to shoal explain.", no_args_is_help=True
+)
 
 
 def option(name: str, annotation: Any, default: Any, text: str, *words: str) -> inspect.Parameter:
@@ -124,6 +123,20 @@ def option(name: str, annotation: Any, default: Any, text: str, *words: str) -> 
         default=default,
         annotation=Annotated[annotation, typer.Option(*words, help=text)],
     )
+
+
+def kind_flags(kind: JobKind) -> tuple[Flag, ...]:
+    """A kind's flags; its name and its subject have flags of their own everywhere."""
+    from shoal.ir import Flag
+
+    more = (
+        Flag(name=kind.subject, path=kind.subject, help=f"The job's {kind.subject}.", read=str),
+        Flag(name="name", path="name", help="Name of the job, and of its directory.", read=str),
+    )
+    flags = {flag.name: flag for flag in kind.flags}
+    for flag in more:
+        flags.setdefault(flag.name, flag)
+    return tuple(flags.values())
 
 
 def _command(
@@ -138,7 +151,7 @@ def _command(
             str | None, typer.Argument(help=f"The job's {kind.subject}, or a job in YAML.")
         ],
     )
-    flags = [option(flag.name, str | None, None, flag.help) for flag in kind.flags]
+    flags = [option(flag.name, str | None, None, flag.help) for flag in kind_flags(kind)]
 
     def command(**given: Any) -> None:
         do(**given)
@@ -153,7 +166,7 @@ def _command(
 _MACHINE = option(
     "machine", str, "local", "local, 16xH100, 8xA100@IB200, or a file.", "--machine", "-m"
 )
-_SET = option("set_", list[str] | None, None, "path=value, over everything else.", "--set")
+_SET = option("set_", list[str] | None, None, "path=value; overrides everything else.", "--set")
 _OUTPUT = option("output", Format, Format.text, "text or json.", "--output", "-o")
 
 
@@ -167,29 +180,40 @@ def plan_command(name: str, kind: JobKind) -> Callable[..., None]:
         set_: list[str] | None,
         top: int,
         out: Path | None,
+        verbose: bool,
+        quiet: bool,
         output: Format,
         **flags: str | None,
     ) -> None:
-        from shoal.machine.described import load
+        from shoal import api
+        from shoal.core.errors import require
 
-        job = _job(name, kind, subject, flags, set_ or [], "plan").value
-        plans = list(kind.plan(job, load(machine)))[:top]
+        require(top >= 1, "--top", top, expected="1 or more")
+        values = _read(kind, flags)
+        source: Any = {} if subject is None else subject
+        plans = api.plan(
+            source, machine, kind=name, sets=set_ or [], environment=os.environ, **values
+        )
         if out is not None:
-            plans[0].save(out, header=f"The best plan; run it with shoal run {name} --plan.")
+            plans.save(out)
             typer.echo(f"saved {out}", err=True)
         if output is Format.json:
-            as_json([plan.model_dump(mode="json", exclude_none=True) for plan in plans])
+            as_json([plan.model_dump(mode="json", exclude_none=True) for plan in plans[:top]])
         else:
-            show_job_plans(kind, plans)
+            show_blocks(plans.tables(top=top, verbose=verbose, brief=quiet))
+        if not plans.best.fits:
+            raise typer.Exit(1)
 
     options = [
         _MACHINE,
         _SET,
-        option("top", int, 5, "Plans to show."),
-        option("out", Path | None, None, "Save the best plan."),
+        option("top", int, 5, "Number of plans to show."),
+        option("out", Path | None, None, "Save the best plan to this file."),
+        option("verbose", bool, False, "Also show time and memory by cause.", "--verbose", "-v"),
+        option("quiet", bool, False, "Print the first table only.", "--quiet", "-q"),
         _OUTPUT,
     ]
-    text = f"""Predict what it costs to {kind.summary}; nothing runs.
+    text = f"""Predict the cost to {kind.summary}; nothing runs.
 
     **Examples**
 
@@ -217,45 +241,50 @@ def run_command(name: str, kind: JobKind) -> Callable[..., None]:
         output: Format,
         **flags: str | None,
     ) -> None:
+        from shoal.api.preparing import prepare
+        from shoal.api.running import run_prepared
         from shoal.app.show import TrainingBar, say_if_slower
-        from shoal.machine.described import load
 
-        resolved: ResolvedValue[Job] | None = None
-        given = subject is not None or bool(set_) or any(v is not None for v in flags.values())
-        old = directory / "plan.yaml" if directory is not None and resume else None
-        if plan is not None:
-            chosen = _saved(name, kind, plan)
-        elif old is not None and old.exists() and not given:
-            chosen = _saved(name, kind, old)
-        else:
-            resolved = _job(name, kind, subject, flags, set_ or [], "run")
-            chosen = kind.plan(resolved.value, load(machine))[0]
-        directory = directory or Path("runs") / chosen.job.name
+        ready = prepare(
+            subject,
+            kind=name,
+            plan=plan,
+            machine=machine,
+            directory=directory,
+            resume=resume,
+            fetch=not dry_run,
+            here=not dry_run,
+            anyway=anyway,
+            sets=set_ or [],
+            environment=os.environ,
+            **_read(kind, flags),
+        )
+        show_notes(ready.notes)
         if dry_run:
-            if resolved is not None and output is Format.text:
-                table("configuration", ("key", "value", "why"), list(resolved.lines()))
-            _show_plan(kind, chosen, output)
+            show_prepared(ready, output)
             return
         say_if_slower()
         with (
-            continuable(f"run {name}", directory),
+            continuable(f"run {name}", ready.directory),
             TrainingBar(quiet=quiet, before=name) as bar,
         ):
-            report = kind.run(chosen, directory, resume=resume, watch=bar, anyway=anyway)
-        show_report(report, directory, output)
+            report = run_prepared(ready, resume=resume, watch=bar, anyway=anyway)
+        show_report(report, ready.directory, output)
 
     options = [
-        option("plan", Path | None, None, "Run this plan of shoal plan --out."),
-        option("directory", Path | None, None, "Where it runs; runs/NAME if not given.", "--dir"),
+        option("plan", Path | None, None, "Run this plan, written by shoal plan --out."),
+        option(
+            "directory", Path | None, None, "Directory of the run. [default: runs/NAME]", "--dir"
+        ),
         _MACHINE,
         _SET,
-        option("resume", bool, False, "Go on with the run that lies there.", "--resume"),
+        option("resume", bool, False, "Resume the run in that directory.", "--resume"),
         option("dry_run", bool, False, "Show job and plan; run nothing.", "--dry-run"),
-        option("anyway", bool, False, "Run here what is planned for another device.", "--anyway"),
+        option("anyway", bool, False, "Run a plan for another device here.", "--anyway"),
         option("quiet", bool, False, "Print the result only.", "--quiet", "-q"),
         _OUTPUT,
     ]
-    text = f"""Plan and {kind.summary}; report prediction beside measurement.
+    text = f"""Plan and {kind.summary}; report prediction and measurement.
 
     **Examples**
 
@@ -268,73 +297,17 @@ def run_command(name: str, kind: JobKind) -> Callable[..., None]:
     return _command(kind, text, options, do)
 
 
-def _job(
-    name: str,
-    kind: JobKind,
-    subject: str | None,
-    flags: Mapping[str, str | None],
-    sets: list[str],
-    verb: str,
-) -> ResolvedValue[Job]:
-    """The job of the kind that a file, a subject and flags describe.
-
-    Raises:
-        ConfigError: names what is wrong.
-    """
-    from shoal.core.config import resolve
+def _read(kind: JobKind, given: Mapping[str, str | None]) -> dict[str, Any]:
+    """Dotted path -> value, of flags that were given."""
     from shoal.core.files import parse_yaml
 
-    file = None
-    values: dict[str, object] = {}
-    if subject is not None and subject.endswith((".yaml", ".yml")):
-        file = Path(subject)
-        same_kind(name, file, verb)
-    elif subject is not None:
-        values[kind.subject] = subject
-    for flag in kind.flags:
-        text = flags[flag.name]
+    values: dict[str, Any] = {}
+    for flag in kind_flags(kind):
+        text = given[flag.name]
         if text is not None:
-            values[flag.path] = (
-                parse_yaml(text, f"--{flag.name}") if flag.read is None else flag.read(text)
-            )
-    return resolve(kind.job_type, file=file, flags=values, sets=sets)
-
-
-def same_kind(kind: str, file: Path | None, verb: str) -> None:
-    """Refuse the file of another kind of job: its keys would be refused one by one.
-
-    Raises:
-        ConfigError: it is of another kind; says which command takes it.
-    """
-    from shoal.core.errors import ConfigError
-    from shoal.core.files import read_yaml
-
-    if file is None:
-        return
-    raw = read_yaml(file)
-    said = raw.get("job", kind) if isinstance(raw, dict) else kind
-    if said != kind:
-        raise ConfigError(
-            f"{file}: a job of kind {said}, not {kind}; use shoal {verb} {said} {file}"
-        )
-
-
-def _saved(name: str, kind: JobKind, path: Path) -> Plan[Any]:
-    """The plan in a file.
-
-    Raises:
-        ConfigError: it is none, or of another kind of job.
-    """
-    from shoal.core.errors import ConfigError
-    from shoal.plan.saved import read_plan
-
-    plan = read_plan(path)
-    if not isinstance(plan, kind.plan_type):
-        other = plan.job.job
-        raise ConfigError(
-            f"{path}: a plan of a job of kind {other}, not {name}; use shoal run {other} --plan"
-        )
-    return plan
+            word = f"--{flag.name.replace('_', '-')}"
+            values[flag.path] = parse_yaml(text, word) if flag.read is None else flag.read(text)
+    return values
 
 
 @contextlib.contextmanager
@@ -348,62 +321,27 @@ def continuable(command: str, directory: Path, more: str = "") -> Iterator[None]
         raise
 
 
-def _show_plan(kind: JobKind, plan: Plan[Any], output: Format) -> None:
+def show_prepared(ready: PreparedRun, output: Format) -> None:
+    """Print a run that was prepared: its configuration, and its plan."""
+    from shoal.ir.job_kind import plan_tables
+
     if output is Format.json:
-        as_json(plan.model_dump(mode="json", exclude_none=True))
-    else:
-        show_job_plans(kind, [plan])
-
-
-def show_job_plans(kind: JobKind, plans: list[Plan[Any]]) -> None:
-    """Print ranked plans of any kind, and everything that the best one predicts."""
-    from shoal.app.show import show_estimate
-
-    best = plans[0]
-    headline = next((one for one in kind.quantities if one.headline), None)
-    if len(plans) > 1 and headline is not None:
-        rows = []
-        for plan in plans:
-            value = kind.predictions(plan).get(headline.name)
-            fits = "yes" if plan.fits else "no"
-            shown = "" if value is None else headline.text(value.value)
-            rows.append((kind.describe(plan), fits, shown))
-        table("plans, best first", ("plan", "fits", headline.label), rows, numeric="  r")
-    predicted = kind.predictions(best)
-    table(
-        f"{kind.describe(best)} on {best.machine.name}",
-        ("", "predicted", "90 % interval"),
-        [
-            (
-                one.label,
-                one.text(value.value),
-                f"{one.text(value.low)} to {one.text(value.high)}"
-                if value.low < value.high
-                else "",
-            )
-            for one in kind.quantities
-            if (value := predicted.get(one.name)) is not None
-        ],
-        numeric=" rr",
-    )
-    show_estimate(best.estimate)
-    if best.why:
-        typer.echo(best.why)
-    if not best.fits:
-        typer.echo("it does not fit")
-    for note in best.notes:
-        typer.echo(f"note: {note}")
+        as_json(ready.plan.model_dump(mode="json", exclude_none=True))
+        return
+    if ready.resolved is not None:
+        show_values(ready.resolved, output)
+    show_blocks(plan_tables(ready.kind, [ready.plan]))
 
 
 def show_report(report: Report[Any], directory: Path, output: Format = Format.text) -> None:
-    """Print prediction beside measurement, and what the run left behind."""
+    """Print prediction and measurement, and what the run left behind."""
     from shoal.ir import compared, kind_of
 
     if output is Format.json:
         as_json(report.model_dump(mode="json", exclude_none=True))
         return
     table(
-        "prediction beside measurement",
+        "prediction and measurement",
         ("", "predicted", "measured", "error"),
         compared(report),
         numeric=" rrr",

@@ -11,13 +11,12 @@ from shoal.app.commands.model_kv import kv
 from shoal.app.commands.model_mini import mini
 from shoal.app.commands.model_routers import routers
 from shoal.app.commands.model_saves import inspect, stalls, timeline
-from shoal.app.show import Format, Output
-
-__all__ = ["app"]
-
+from shoal.app.show import Format, Output, Quiet
 
 app = typer.Typer(
-    help="List, inspect, verify, convert, compare, quantize and try models and checkpoints.",
+    help="List, inspect, verify, convert, compare, quantize and try models and checkpoints."
+    "\n\n**Examples**\n\n    shoal model ls runs/run/export\n\n"
+    "    shoal model convert runs/run s3://bucket/copy --to checkpoint",
     no_args_is_help=True,
 )
 
@@ -26,7 +25,9 @@ app = typer.Typer(
 def ls(
     directory: Annotated[
         str,
-        typer.Argument(help="A run, a checkpoint or a Hugging Face model; or a store's address."),
+        typer.Argument(
+            help="A run, a checkpoint, a Hugging Face model or id, or an object-store address."
+        ),
     ],
     output: Output = Format.text,
 ) -> None:
@@ -44,7 +45,7 @@ def ls(
     from shoal.checkpoint.inspect import listing
     from shoal.core.sizes import human_bytes
 
-    rows = listing(_place(directory))
+    rows = listing(_source(directory))
     if output is Format.json:
         as_json([row.model_dump(mode="json") for row in rows])
         return
@@ -65,8 +66,11 @@ def ls(
 def verify(
     directory: Annotated[
         str,
-        typer.Argument(help="A run, a checkpoint or a Hugging Face model; or a store's address."),
+        typer.Argument(
+            help="A run, a checkpoint, a Hugging Face model or id, or an object-store address."
+        ),
     ],
+    output: Output = Format.text,
 ) -> None:
     """Check every byte that has a checksum, and every header; exit 2 when one is wrong.
 
@@ -76,15 +80,19 @@ def verify(
 
         shoal model verify s3://bucket/run
     """
+    from shoal.app.show import as_json
     from shoal.checkpoint.inspect import verify as check
     from shoal.core.errors import CorruptError
     from shoal.core.sizes import human_bytes
 
-    result = check(_place(directory))
+    result = check(_source(directory))
     if not result.ok:
         raise CorruptError("\n".join(result.problems))
+    if output is Format.json:
+        as_json(result.model_dump(mode="json"))
+        return
     typer.echo(
-        f"{directory}: a good {result.kind}: {result.tensors} tensors, "
+        f"{directory}: valid {result.kind}: {result.tensors} tensors, "
         f"{human_bytes(result.bytes)}; {result.checked}"
     )
 
@@ -93,25 +101,27 @@ def verify(
 def convert(
     source: Annotated[
         str,
-        typer.Argument(help="A run, a checkpoint or a model, of any format; or a store's address."),
+        typer.Argument(
+            help="A run, a checkpoint, a model of any format, its id, or an object-store address."
+        ),
     ],
-    out: Annotated[
-        str, typer.Argument(help="Directory to make; for checkpoints it may be an address.")
-    ],
+    out: Annotated[str, typer.Argument(help="Output directory; for checkpoints also an address.")],
     to: Annotated[
         str,
         typer.Option(
-            help="Format to write: huggingface, checkpoint, universal, dcp, deepspeed or megatron."
+            help="Output format: huggingface, checkpoint, universal, dcp, deepspeed or megatron."
         ),
     ] = "huggingface",
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(help="Ranks to write for, such as dp=2,tp=2,pp=1; deepspeed and megatron."),
+        typer.Option(help="For deepspeed and megatron: target ranks, such as dp=2,tp=2,pp=1."),
     ] = None,
     spec: Annotated[
         Path | None,
-        typer.Option(help="Patterns in YAML, for rank files that do not say how they combine."),
+        typer.Option(
+            help="Patterns in YAML, for rank files without metadata about how they combine."
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="option=value of the format, such as zero=3.")
@@ -119,10 +129,11 @@ def convert(
     architecture: Annotated[
         list[str] | None,
         typer.Option(
-            help="What the model becomes, such as residual=ladder or residual.layers=upper_half; "
-            "train it on afterwards."
+            help="Architecture of the result, such as residual=ladder or "
+            "residual.layers=upper_half; continue training afterwards."
         ),
     ] = None,
+    output: Output = Format.text,
 ) -> None:
     """Turn one kind of directory into another, or change the dtype or the architecture.
 
@@ -140,11 +151,13 @@ def convert(
 
         shoal model convert model ladder --architecture residual=ladder
     """
+    from shoal.app.show import as_json
     from shoal.checkpoint.formats.transfer import convert_any
+    from shoal.checkpoint.remote import path_or_address
 
     note = convert_any(
-        _place(source),
-        _place(out),
+        _source(source),
+        path_or_address(out),
         to=to,
         dtype=dtype,
         mesh=mesh,
@@ -152,6 +165,9 @@ def convert(
         options=set_ or [],
         architecture=architecture or [],
     )
+    if output is Format.json:
+        as_json({"out": out, "left_out": note})
+        return
     if note:
         typer.echo(f"note: left out: {note}", err=True)
     typer.echo(f"wrote {out}")
@@ -160,13 +176,12 @@ def convert(
 @app.command("diff")
 def diff(
     a: Annotated[
-        str, typer.Argument(help="A checkpoint or a model of any format; or a store's address.")
+        str,
+        typer.Argument(help="A checkpoint or a model of any format, or an object-store address."),
     ],
     b: Annotated[str, typer.Argument(help="Another one.")],
-    weights: Annotated[
-        bool, typer.Option("--weights", help="Leave out the optimizer's state.")
-    ] = False,
-    all_: Annotated[bool, typer.Option("--all", help="List equal tensors, too.")] = False,
+    weights: Annotated[bool, typer.Option("--weights", help="Ignore optimizer state.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Also list equal tensors.")] = False,
     output: Output = Format.text,
 ) -> None:
     """Compare names, shapes, dtypes and values, across formats; exit 1 when they differ.
@@ -182,7 +197,8 @@ def diff(
     from shoal.app.show import as_json, table
     from shoal.checkpoint.formats.transfer import differences
 
-    result = list(differences(a, b, weights_only=True if weights else None))
+    sources = (str(_source(a)), str(_source(b)))
+    result = list(differences(*sources, weights_only=True if weights else None))
     unequal = [one for one in result if one.kind != "equal"]
     if output is Format.json:
         as_json([one.model_dump(mode="json") for one in (result if all_ else unequal)])
@@ -212,45 +228,51 @@ def diff(
 
 @app.command("quantize")
 def quantize(
-    directory: Annotated[Path, typer.Argument(help="A Hugging Face directory or a .gguf file.")],
-    out: Annotated[Path, typer.Option(help="Directory to make.")],
+    directory: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face directory, ORG/NAME of the hub, or a .gguf file."),
+    ],
+    out: Annotated[Path, typer.Option(help="Output directory.")],
     format_: Annotated[
         str,
         typer.Option(
             "--format",
-            help="Weight format: int4-g128, int4-channel, int4-2:4, uint3-g64, float3_e1m1-g128, "
-            "bipolar2-g128, bfp8-g32, nf4-g64 and the like.",
+            help="Weight format, such as int4-g128, int4-channel, int4-2:4, uint3-g64, "
+            "float3_e1m1-g128, bipolar2-g128, bfp8-g32 or nf4-g64.",
         ),
     ] = "int4-g128",
     method: Annotated[str, typer.Option(help="rtn, gptq or awq.")] = "gptq",
     act_order: Annotated[
-        bool, typer.Option("--act-order", help="gptq: columns with the largest inputs first.")
+        bool,
+        typer.Option(
+            "--act-order", help="With gptq: process columns with the largest inputs first."
+        ),
     ] = False,
     clip: Annotated[
         bool | None,
         typer.Option(
-            "--clip/--no-clip", help="Seek how far large weights are cut; rtn does not by itself."
+            "--clip/--no-clip",
+            help="Search for the clipping of large weights; rtn does not by default.",
         ),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Text to calibrate and to compare on, a file or a directory; Python's standard "
-            "library, if not given."
+            help="Text for calibration and comparison, a file or a directory. [default: Python's "
+            "standard library]"
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Sequences of calibration text.", min=1)] = 64,
     length: Annotated[int, typer.Option(help="Tokens of each.", min=2, max=512)] = 256,
     eval_tokens: Annotated[
-        int, typer.Option(help="Held-out tokens to compare on; 0 for none.", min=0)
+        int, typer.Option(help="Held-out tokens for comparison; 0 for none.", min=0)
     ] = 16384,
     finetune: Annotated[
         float,
-        typer.Option(
-            help="Seconds of training with the matrices rounded, before codes are chosen.", min=0
-        ),
+        typer.Option(help="Seconds of training with rounded matrices before quantization.", min=0),
     ] = 0.0,
-    timing: Annotated[bool, typer.Option(help="Decode with both models in turn.")] = True,
+    timing: Annotated[bool, typer.Option(help="Compare the decoding speed of both models.")] = True,
+    quiet: Quiet = False,
     output: Output = Format.text,
 ) -> None:
     """Store the matrices of a model in few bits, and say what that costs.
@@ -271,9 +293,9 @@ def quantize(
     if clip is not None:
         options["clip_search"] = clip
     data = "stdlib" if text is None else {"name": "text", "path": str(text)}
-    with WorkBar("quantizing", quiet=output is Format.json) as bar:
+    with WorkBar("quantizing", quiet=quiet or output is Format.json) as bar:
         result = quantize_directory(
-            directory,
+            Path(_source(directory)),
             out,
             format_,
             method={"name": method, **options},
@@ -317,11 +339,12 @@ def quantize(
     typer.echo(f"wrote {out}")
 
 
-def _place(words: str) -> Path | str:
-    """A path, or an address as it is."""
-    from shoal.checkpoint.remote import is_address
+def _source(words: str) -> Path | str:
+    """What is read: a path, an address, or a model of the hub, fetched if it is not here."""
+    from shoal.checkpoint.remote import path_or_address
+    from shoal.core.hub import local_model
 
-    return words if is_address(words) else Path(words)
+    return path_or_address(local_model(words))
 
 
 app.command("inspect")(inspect)
@@ -334,13 +357,18 @@ app.command("routers")(routers)
 
 @app.command("generate")
 def generate(
-    directory: Annotated[Path, typer.Argument(help="A Hugging Face directory.")],
+    directory: Annotated[
+        str, typer.Argument(help="A Hugging Face directory, or ORG/NAME of the hub.")
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def main():\n",
-    tokens: Annotated[int, typer.Option(help="Tokens to write.", min=1, max=100_000)] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.0,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1, max=100_000)] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature; 0 for greedy decoding.", min=0)
+    ] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 for no limit.", min=0)] = 0,
     top_p: Annotated[float, typer.Option(help="1 for no limit.", min=0, max=1)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0)] = 0,
+    output: Output = Format.text,
 ) -> None:
     """Continue a text.
 
@@ -348,9 +376,23 @@ def generate(
 
         shoal model generate runs/run/export --prompt "import os"
     """
+    from shoal.api.loading import model_directory
+    from shoal.app.show import as_json
+    from shoal.core.extras import require_extra
+
+    require_extra("torch", purpose="shoal model generate")
     from shoal.train.sampling import continue_text
 
     text = continue_text(
-        directory, prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        model_directory(directory),
+        prompt,
+        tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
     )
-    typer.echo(prompt + text)
+    if output is Format.json:
+        as_json({"prompt": prompt, "text": text})
+    else:
+        typer.echo(prompt + text)

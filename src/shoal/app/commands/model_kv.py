@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.app.show import Format, Output
-
-__all__ = ["kv"]
+from shoal.app.show import Format, Output, Quiet
 
 
 class ChannelMeasure(StrEnum):
@@ -21,28 +19,35 @@ class ChannelMeasure(StrEnum):
 
 
 def kv(
-    directory: Annotated[Path, typer.Argument(help="A Hugging Face directory or a .gguf file.")],
+    directory: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face directory, ORG/NAME of the hub, or a .gguf file."),
+    ],
     by: Annotated[
         ChannelMeasure,
-        typer.Option(help="Size of a key channel: by its weights, or by its keys on text."),
+        typer.Option(
+            help="How the size of a key channel is measured: from its weights, or from "
+            "its keys on text."
+        ),
     ] = ChannelMeasure.weight,
     block: Annotated[
         list[int] | None,
-        typer.Option(help="Numbers that share an exponent; may be given again.", min=2),
+        typer.Option(help="Numbers that share an exponent; repeatable.", min=2),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Text to take keys from and to predict, a file or a directory; Python's standard "
-            "library, if not given."
+            help="Text for keys and prediction, a file or a directory. [default: Python's "
+            "standard library]"
         ),
     ] = None,
     eval_tokens: Annotated[
         int, typer.Option(help="Held-out tokens to predict with each format; 0 for none.", min=0)
     ] = 8192,
     picture: Annotated[
-        Path | None, typer.Option(help="SVG file for the sizes of all key channels.")
+        Path | None, typer.Option(help="Plot the sizes of all key channels to this SVG file.")
     ] = None,
+    quiet: Quiet = False,
     output: Output = Format.text,
 ) -> None:
     """Say what each format of the key/value cache takes and loses, channels sorted or not.
@@ -55,13 +60,14 @@ def kv(
     """
     from shoal.app.show import WorkBar, as_json, table
     from shoal.core.files import write_atomic
+    from shoal.core.hub import local_model
     from shoal.core.sizes import human_bytes
     from shoal.train.kv import report_directory
 
     data = "stdlib" if text is None else {"name": "text", "path": str(text)}
-    with WorkBar("looking at keys", quiet=output is Format.json) as bar:
+    with WorkBar("measuring keys", quiet=quiet or output is Format.json) as bar:
         result = report_directory(
-            directory,
+            Path(local_model(directory)),
             data=data,
             by=by.value,
             blocks=tuple(block or (32, 64, 128)),

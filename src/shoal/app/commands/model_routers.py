@@ -7,27 +7,26 @@ from typing import Annotated
 
 import typer
 
-from shoal.app.show import Format, Output
-
-__all__ = ["routers"]
+from shoal.app.show import Format, Output, Quiet
 
 
 def routers(
-    directory: Annotated[Path, typer.Argument(help="Directory of a model of ffn: duo.")],
-    out: Annotated[Path, typer.Option(help="The new directory.")],
+    directory: Annotated[Path, typer.Argument(help="Directory of a model with ffn: duo.")],
+    out: Annotated[Path, typer.Option(help="Output directory.")],
     budget: Annotated[
-        float, typer.Option(help="Share of the all-big feed-forward operations to spend.")
+        float, typer.Option(help="Target share of the all-big feed-forward operations.")
     ] = 0.5,
-    steps: Annotated[int, typer.Option(help="Of the optimizer.", min=1)] = 200,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=8)] = 128,
-    batch: Annotated[int, typer.Option(help="Sequences of a step.", min=1)] = 16,
-    lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-2,
-    weight: Annotated[float, typer.Option(help="Of being off the budget.", min=0.0)] = 4.0,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.", min=1)] = 200,
+    length: Annotated[int, typer.Option(help="Tokens per sequence.", min=8)] = 128,
+    batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 16,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-2,
+    weight: Annotated[float, typer.Option(help="Weight of the budget penalty.", min=0.0)] = 4.0,
     text: Annotated[
         Path | None,
-        typer.Option(help="Text, a file or a directory; Python's standard library otherwise."),
+        typer.Option(help="Text, a file or a directory. [default: Python's standard library]"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the order of the text, and of samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of data order and samples.")] = 0,
+    quiet: Quiet = False,
     output: Output = Format.text,
 ) -> None:
     """Train the routers of a model, all else frozen, and measure what each share of it takes.
@@ -43,7 +42,7 @@ def routers(
     from shoal.app.show import WorkBar, as_json, table
     from shoal.train.routers import routers_directory
 
-    with WorkBar("training routers", quiet=output is Format.json) as bar:
+    with WorkBar("training routers", quiet=quiet or output is Format.json) as bar:
         shifts = routers_directory(
             directory,
             out,

@@ -12,19 +12,19 @@ from shoal.app.show import Format, Output
 if TYPE_CHECKING:
     from shoal.checkpoint.history import SaveRecord
 
-__all__ = ["inspect", "stalls", "timeline"]
-
 _Output = Output
 _Run = Annotated[Path, typer.Argument(help="Directory of a run.")]
-_Svg = Annotated[Path | None, typer.Option("--svg", help="Write the picture here as well.")]
+_Svg = Annotated[Path | None, typer.Option("--svg", help="Also write the picture to this file.")]
 
 
 def inspect(
     directory: Annotated[
         str,
-        typer.Argument(help="A run, a checkpoint or a model of any format; or a store's address."),
+        typer.Argument(
+            help="A run, a checkpoint, a model of any format or its id; or a store's address."
+        ),
     ],
-    step: Annotated[int | None, typer.Option(help="Which step of a run; the newest.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the run. [default: the newest]")] = None,
     output: _Output = Format.text,
 ) -> None:
     """Say what a checkpoint is: its step, who saved it, and what lies in which file.
@@ -37,10 +37,11 @@ def inspect(
     """
     from shoal.app.show import as_json, table
     from shoal.checkpoint.inspect import summary
-    from shoal.checkpoint.remote import is_address
+    from shoal.checkpoint.remote import path_or_address
+    from shoal.core.hub import local_model
     from shoal.core.sizes import human_bytes
 
-    result = summary(directory if is_address(directory) else Path(directory), step)
+    result = summary(path_or_address(local_model(directory)), step)
     if output is Format.json:
         as_json({**result.model_dump(mode="json"), "balance": result.balance})
         return
@@ -87,7 +88,7 @@ def stalls(run: _Run, svg: _Svg = None, output: _Output = Format.text) -> None:
         return
     causes = list(dict.fromkeys(cause for one in saves for cause in one.blocked_s))
     table(
-        "seconds for which training stood still",
+        "seconds for which training was blocked",
         ("step", "mode", *causes, "in all", "until durable", "state", "farther levels"),
         [
             (
@@ -112,10 +113,11 @@ def stalls(run: _Run, svg: _Svg = None, output: _Output = Format.text) -> None:
 
 def timeline(
     run: _Run,
-    step: Annotated[int | None, typer.Option(help="Which save; the newest.")] = None,
+    step: Annotated[int | None, typer.Option(help="Save to show. [default: the newest]")] = None,
     svg: _Svg = None,
     heat: Annotated[
-        Path | None, typer.Option("--heat", help="Write ranks and phases as a heat map here.")
+        Path | None,
+        typer.Option("--heat", help="Write a heat map of ranks and phases to this file."),
     ] = None,
     output: _Output = Format.text,
 ) -> None:
@@ -167,10 +169,10 @@ def _saves(run: Path) -> list[SaveRecord]:
 
     directory = RunDir(run)
     if not directory.events.is_file():
-        raise CheckpointError(f"{run}: has no events.jsonl; give the directory of a run")
+        raise CheckpointError(f"{run}: no events.jsonl; give the directory of a run")
     saves = history(read_events(directory.events))
     if not saves:
-        raise CheckpointError(f"{run}: has saved nothing yet; see checkpoint.every of its plan")
+        raise CheckpointError(f"{run}: no checkpoint yet; see checkpoint.every of its plan")
     return saves
 
 

@@ -3,52 +3,54 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shoal.app.show import Format, Output
-
-if TYPE_CHECKING:
-    from shoal.ir import Machine
-
-__all__ = ["probe", "show_machine"]
 
 
 def probe(
     sweep: Annotated[
         str | None,
         typer.Argument(
-            help="gemm: sweep matrix products for the learned predictor; decode: time the steps "
-            "of a server that guesses."
+            help="gemm: sweep matrix products for the learned predictor; gpu: time serving "
+            "kernels on the GPU of this machine; decode: time steps of speculative decoding."
         ),
     ] = None,
-    full: Annotated[bool, typer.Option("--full/--fast", help="Every size, more repeats.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full/--fast", help="Measure every size with more repeats.")
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Where to save; the machine called `local` by default.")
+        Path | None, typer.Option(help="Output file. [default: the machine `local`]")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse a noisy machine.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on a noisy machine.")] = False,
     show: Annotated[
-        str | None, typer.Option(help="Show a machine by name or file; probe nothing.")
+        str | None,
+        typer.Option(
+            "--show", "--machine", "-m", help="Show a machine, by name or file, without probing."
+        ),
     ] = None,
     compare: Annotated[
-        list[str] | None, typer.Option(help="Give twice: show two machines side by side.")
+        list[str] | None, typer.Option(help="Compare two machines; give it twice.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the roofline as SVG.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Plot the roofline to this SVG file.")
+    ] = None,
     output: Output = Format.text,
-    budget: Annotated[float, typer.Option(help="Of gemm: seconds of the sweep.")] = 180.0,
+    budget: Annotated[float, typer.Option(help="gemm, gpu: seconds of the sweep.")] = 180.0,
     watts: Annotated[
-        float, typer.Option(help="Of gemm: draw of this host under load, if it has no counters.")
+        float, typer.Option(help="gemm: power of this host under load, if it has no counters.")
     ] = 0.0,
     importance: Annotated[
-        bool, typer.Option("--importance", help="Of gemm: say which features matter.")
+        bool, typer.Option("--importance", help="gemm: show which features matter.")
     ] = False,
     job: Annotated[
-        Path | None, typer.Option(help="Of decode: the serving job, with speculative.")
+        Path | None, typer.Option(help="decode: a serving job with speculative decoding.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Measure this machine and save it, or show a machine that is known.
+    """Measure this machine and save the result, or show a described machine.
 
     **Examples**
 
@@ -60,25 +62,35 @@ def probe(
 
         shoal probe --compare local --compare 8xH100
 
-        shoal probe gemm --budget 180              # goes on where it stopped
+        shoal probe gemm --budget 180              # continues where it stopped
+
+        shoal probe gpu --budget 300               # serving plans then use these kernel times
 
         shoal probe decode --job serve.yaml --out costs.json
     """
-    from shoal.app.show import WorkBar, as_json, table
+    from shoal import api
+    from shoal.app.show import WorkBar, as_json, show_blocks, table
     from shoal.core.errors import ConfigError
-    from shoal.core.files import shoal_home, write_atomic
+    from shoal.core.files import write_atomic
     from shoal.machine.described import load
+    from shoal.machine.probing import saved_path
+    from shoal.machine.table import tables
 
     if sweep == "decode":
         from shoal.app.commands.probe_decode import measure as measure_decode
 
         measure_decode(job, out, json=output is Format.json)
         return
+    if sweep == "gpu":
+        from shoal.app.commands.probe_gpu import sweep as sweep_card
+
+        sweep_card(budget, out, json=output is Format.json, quiet=quiet)
+        return
     if sweep is not None:
         from shoal.app.commands.probe_gemm import sweep as sweep_products
         from shoal.core.errors import require
 
-        require(sweep == "gemm", "probe", sweep, expected="gemm, decode, or nothing")
+        require(sweep == "gemm", "probe", sweep, expected="gemm, gpu, decode, or nothing")
         sweep_products(
             budget,
             out,
@@ -97,61 +109,17 @@ def probe(
         table("", ("", compare[0], compare[1], "ratio"), rows, numeric=" rrr")
         return
     if show is not None:
-        machine = load(show)
+        described = load(show)
     else:
-        from shoal.machine.probing import probe as measure
-
         with WorkBar("probing", quiet=quiet) as bar:
-            machine = measure(fast=not full, strict=strict, progress=bar)
-        path = out or shoal_home() / "machine.yaml"
-        machine.save(path, header="Measured by shoal probe.")
-        typer.echo(f"saved {path}", err=output is Format.json)
+            described = api.probe(fast=not full, strict=strict, save=out or True, progress=bar)
+        typer.echo(f"saved {out or saved_path()}", err=output is Format.json)
     if picture is not None:
         from shoal.machine.roofline import roofline_svg
 
-        write_atomic(picture, roofline_svg(machine))
+        write_atomic(picture, roofline_svg(described))
         typer.echo(f"drew {picture}", err=output is Format.json)
     if output is Format.json:
-        as_json(machine.model_dump(mode="json", exclude_none=True))
+        as_json(described.model_dump(mode="json", exclude_none=True))
     else:
-        show_machine(machine)
-
-
-def show_machine(machine: Machine) -> None:
-    """Print what a planner reads of a machine."""
-    from shoal.app.show import table
-    from shoal.core.sizes import human_bytes
-
-    device = machine.device
-    rows: list[tuple[str, str]] = [
-        ("machine", f"{machine.name} ({machine.provenance})"),
-        ("devices", f"{machine.num_devices} x {device.name}"),
-    ]
-    if device.num_cores:
-        rows.append(("cores", str(device.num_cores)))
-    for dtype, rate in device.peak_flops.items():
-        reached = device.matmul_flops.get(dtype)
-        share = f", matrix products reach {100 * reached / rate:.0f} %" if reached else ""
-        rows.append((f"peak {dtype}", f"{rate / 1e12:.3g} TFLOP/s{share}"))
-    for dtype, rate in device.matmul_flops.items():
-        if dtype not in device.peak_flops:
-            rows.append((f"matrix product {dtype}", f"{rate / 1e12:.3g} TFLOP/s"))
-    for tier in device.memory:
-        speed = f", {tier.read_bandwidth / 1e9:.3g} GB/s" if tier.read_bandwidth else ""
-        delay = f", {tier.latency_s * 1e9:.3g} ns" if tier.latency_s else ""
-        rows.append((tier.name, f"{human_bytes(tier.capacity_bytes)}{speed}{delay}"))
-    for link in machine.links:
-        rows.append(
-            (
-                f"{link.scope} link",
-                f"{link.bandwidth / 1e9:.3g} GB/s, {link.latency_s * 1e6:.3g} us",
-            )
-        )
-    if machine.noise is not None:
-        rows.append(("noise", f"+-{100 * machine.noise:.0f} %"))
-    table("", ("", ""), rows)
-    if "noise" in machine.sources:
-        typer.echo(f"noisy: {machine.sources['noise']}")
-    doubtful = [m for m in machine.measurements if not m.plausible]
-    for measurement in doubtful:
-        typer.echo(f"doubtful: {measurement.probe} {measurement.quantity}: {measurement.note}")
+        show_blocks(tables(described))

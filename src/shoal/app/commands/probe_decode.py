@@ -6,8 +6,6 @@ from pathlib import Path
 
 import typer
 
-__all__ = ["measure"]
-
 
 def measure(job: Path | None, out: Path | None, *, json: bool) -> None:
     """Measure a serving job that guesses, and keep what its steps cost.
@@ -30,7 +28,7 @@ def measure(job: Path | None, out: Path | None, *, json: bool) -> None:
         raise ConfigError("probe decode: give --job, the YAML of a serving job with speculative")
     read = resolve(ServeJob, file=job, flags={}, sets=[]).value
     if read.speculative is None:
-        raise ConfigError(f"{job}: speculative is not set; give the drafter whose guesses to time")
+        raise ConfigError(f"{job}: speculative is not set; set it to the drafter to measure")
     from shoal.serve.engine.build import engine_of, load_model
 
     engine = engine_of(read, load_model(read))[0]
@@ -48,7 +46,7 @@ def measure(job: Path | None, out: Path | None, *, json: bool) -> None:
         (str(count), f"{1e3 * seconds:.3f} ms", f"{seconds / costs.seconds_of[0]:.2f}x")
         for count, seconds in zip(costs.rows, costs.seconds_of, strict=True)
     ]
-    table("steps by their rows", ("rows", "step", "over one row"), rows, numeric="rrr")
+    table("step time by rows", ("rows", "step", "over one row"), rows, numeric="rrr")
     typer.echo(
         f"guesses: {1e3 * costs.draft_s:.3f} ms a step and {1e3 * costs.draft_request_s:.3f} ms "
         "a request"

@@ -10,8 +10,6 @@ import typer
 if TYPE_CHECKING:
     from shoal.machine.probes.gemm_table import GemmTable
 
-__all__ = ["sweep"]
-
 
 def sweep(
     budget: float, out: Path | None, watts: float, *, importance: bool, json: bool, quiet: bool
@@ -63,12 +61,12 @@ def sweep(
     for where, reason in skipped.items():
         typer.echo(f"skipped {where}: {reason}")
     typer.echo(
-        f"shapes it had not seen: off by {100 * predictor.errors['median_error']:.1f} % in the "
-        f"median; {100 * predictor.errors['coverage']:.0f} % inside the 90 % interval"
+        f"held-out shapes: median error {100 * predictor.errors['median_error']:.1f} %; "
+        f"{100 * predictor.errors['coverage']:.0f} % inside the 90 % interval"
     )
     if ranked:
         rises = [(name, f"{rise:.3f}") for name, rise in list(ranked.items())[:10]]
-        table("what it looks at: rise of the error of log seconds", ("", ""), rises, numeric=" r")
+        table("feature importance: rise of the error in log seconds", ("", ""), rises, numeric=" r")
 
 
 def _rates(table: GemmTable) -> dict[str, tuple[float, int]]:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from shoal.app.show import Format, Output
 
-if TYPE_CHECKING:
-    from shoal.cost.imports.measure import SteadyState
-    from shoal.ir import Report
-
-__all__ = ["score"]
-
 
 def score(
     output: Output = Format.text,
-    last: Annotated[int, typer.Option(help="Newest rows to show.")] = 20,
+    last: Annotated[int, typer.Option(help="Number of newest rows to show.", min=1)] = 20,
+    all_: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Also show rows that are excluded from the errors, with reasons."
+        ),
+    ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Judge again which past rows count.")
+    ] = False,
     import_: Annotated[
         Path | None,
-        typer.Option("--import", help="The log of another engine, to read and to score."),
+        typer.Option("--import", help="Import and score the log of another engine."),
     ] = None,
     format_: Annotated[
         str,
@@ -33,23 +35,45 @@ def score(
         ),
     ] = "auto",
     plan: Annotated[
-        Path | None, typer.Option(help="The plan that was run; without, nothing is scored.")
+        Path | None, typer.Option(help="The plan that was run; without it nothing is scored.")
     ] = None,
     published: Annotated[
         str | None,
         typer.Option(
-            help="training, serving, closed-loop or a CSV file of such runs; furthest off first."
+            help="Predict published runs: training, serving, closed-loop or a CSV file; largest "
+            "errors first."
         ),
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Fit corrections of predicted times to the runs in the score."
+        ),
+    ] = False,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            "--machine", "-m", help="With --calibrate: only this machine. [default: all with runs]"
+        ),
+    ] = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="With --calibrate: remove the corrections.")
+    ] = False,
 ) -> None:
-    """Show every past prediction beside what was measured, and the errors in sum.
+    """Show past predictions and measurements, and the errors.
 
-    With `--import`, read what another engine logged; with `--plan`, set it beside what was
-    predicted and keep it in the score.
+    A run counts once, at its end, if it followed the plan that was priced. `--all` shows excluded
+    rows with the reason; `--repair` judges old rows again by the current rules.
+
+    `--import` reads the log of another engine; with `--plan` it is compared with the prediction and
+    added to the score. `--calibrate` corrects later predictions by measured runs; one run is
+    enough.
 
     **Examples**
 
         shoal score
+
+        shoal score --all
 
         shoal score -o json --last 1000
 
@@ -58,132 +82,44 @@ def score(
         shoal score --published training
 
         shoal score --published my-runs.csv
+
+        shoal score --calibrate
+
+        shoal score --calibrate --forget
     """
+    from shoal import api
+    from shoal.app.show import as_json, show_blocks
+    from shoal.core.errors import require
+
+    for flag, given in (("--machine", machine is not None), ("--forget", forget)):
+        require(calibrate or not given, flag, machine or True, expected="--calibrate beside it")
+    require(
+        not calibrate or import_ is None,
+        "--calibrate",
+        True,
+        expected="a separate command, after --import",
+    )
+    values: Any
     if published is not None:
-        from shoal.app.published import show_published
+        from shoal.cost.published.boards import board_of, board_results, board_tables
 
-        show_published(published, output, last)
+        board = board_of(published)
+        values, blocks, most = board_results(board), board_tables(board, last), None
+    elif import_ is not None:
+        log = api.import_log(import_, format=format_, plan=plan)
+        values, blocks, most = log.figures(), log.tables(), None
+    elif calibrate:
+        from shoal.app.commands.calibrating import show_calibration
+
+        show_calibration(machine, forget=forget, output=output)
         return
-    if import_ is not None:
-        _import(import_, format_, plan, output)
-        return
-    _show(output, last)
-
-
-def _import(path: Path, format_: str, plan: Path | None, output: Format) -> None:
-    """Read a log, keep it in the score if its plan is known, and show it."""
-    from shoal.app.show import as_json
-    from shoal.cost.imports.measure import measure, read, report
-    from shoal.cost.score import Score
-    from shoal.plan.saved import read_plan
-
-    planned = None if plan is None else read_plan(plan)
-    measured = measure(read(path, format_), planned)
-    scored = None
-    if planned is not None:
-        scored = report(measured, planned)
-        Score().append(scored)
-    if output is Format.json:
-        as_json(
-            {
-                "format": measured.log.format,
-                "entries": len(measured.log.entries),
-                "steady_entries": measured.used,
-                "measured": measured.quantities,
-                "errors": {} if scored is None else scored.errors,
-            }
-        )
     else:
-        _print(measured, scored)
-
-
-def _print(measured: SteadyState, scored: Report[Any] | None) -> None:
-    from shoal.app.show import table
-    from shoal.ir import predictions
-
-    log = measured.log
-    fields = {} if scored is None else predictions(scored.plan)
-    errors = {} if scored is None else scored.errors
-    rows = [
-        (
-            name + (" (from the plan's batch)" if name in measured.derived else ""),
-            f"{fields[name].value:.4g}" if name in fields else "",
-            f"{value:.4g}",
-            _percent(errors.get(name), sign=True),
-        )
-        for name, value in sorted(measured.quantities.items())
-    ]
-    title = f"{log.path.name}, a log of {log.format}"
-    table(title, ("quantity", "predicted", "measured", "error"), rows, numeric=" rrr")
-    if log.entries:
-        typer.echo(
-            f"median of the last {measured.used} of {len(log.entries)} entries; the others are "
-            "warm-up, or idle"
-        )
-    if scored is None:
-        typer.echo("not scored: give the plan that was run with --plan")
-
-
-def _show(output: Format, last: int) -> None:
-    """The rows of the score and their errors."""
-    from shoal.app.show import as_json, table
-    from shoal.cost.score import Score
-
-    store = Score()
-    rows = store.rows(jobs=False)[-last:]
-    summaries = store.errors()
+        store = api.score()
+        if repair:
+            gone, again = store.repair()
+            typer.echo(f"judged again: {gone} rows excluded, {again} rows included", err=True)
+        values, blocks, most = store.figures(last), store.tables(last=last, everything=all_), 80
     if output is Format.json:
-        as_json(
-            {
-                "rows": [row.model_dump(mode="json", exclude={"job"}) for row in rows],
-                "errors": [summary.model_dump(mode="json") for summary in summaries],
-            }
-        )
-        return
-    if not rows:
-        typer.echo("no runs yet; `shoal train --minutes 1` makes one")
-        return
-    table(
-        "predictions",
-        ("when", "run", "model", "quantity", "predicted", "measured", "error"),
-        [
-            (
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(row.recorded_s)),
-                row.name,
-                row.model,
-                row.quantity,
-                "" if row.predicted is None else f"{row.predicted:.4g}",
-                f"{row.measured:.4g}",
-                "not counted" if row.elsewhere else _percent(row.error, sign=True),
-            )
-            for row in rows
-        ],
-        numeric="    rrr",
-    )
-    if left := [row for row in rows if row.elsewhere]:
-        kinds = " and a ".join(sorted({row.device.upper() for row in left}))
-        typer.echo(
-            f"not counted: {len(left)} of these rows were measured on a {kinds} and predicted for "
-            "another kind of device"
-        )
-    table(
-        "errors",
-        ("quantity", "runs", "median", "median size", "inside the 90 % interval"),
-        [
-            (
-                s.quantity,
-                s.count,
-                _percent(s.median, sign=True),
-                _percent(s.median_abs),
-                _percent(s.inside),
-            )
-            for s in summaries
-        ],
-        numeric=" rrrr",
-    )
-
-
-def _percent(share: float | None, *, sign: bool = False) -> str:
-    if share is None:
-        return ""
-    return f"{100 * share:+.1f} %" if sign else f"{100 * share:.1f} %"
+        as_json(values)
+    else:
+        show_blocks(blocks, most=most)

@@ -13,16 +13,19 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from pydantic_core import from_json
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shoal.app.dash import views
+from shoal.app.dash import charts, views
+from shoal.app.dash.compare import compare
 from shoal.app.dash.explore import explore
 from shoal.app.dash.goodput import GoodputSearches, show
 from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, DashboardAccess, DashboardGuard
+from shoal.app.dash.plots import plots, window
 from shoal.app.dash.timeline import timeline
 from shoal.app.dash.workers import inspect
 from shoal.claims.catalogue import catalogue
@@ -32,8 +35,6 @@ from shoal.core.web import NavigationLink, WebSite
 from shoal.serve.watch.moments import Watch
 from shoal.serve.watch.upstream import AnswerDelta, Upstream
 from shoal.train.runs import FILES, Runs, RunStatus, open_inside
-
-__all__ = ["DashboardSettings", "create_app"]
 
 NAV = (
     NavigationLink("Overview", "/"),
@@ -48,7 +49,7 @@ NAV = (
 )
 PAGE = 25
 MAX_FILE = 256 * 2**20
-_NO_SERVER = "no server was given; start the dashboard with --server URL"
+_NO_SERVER = "no server is configured; start the dashboard with --server URL"
 # A report is a page of its own: it has its style inside, and nothing else is let in.
 _REPORT_POLICY = (
     "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
@@ -109,7 +110,7 @@ def create_app(settings: DashboardSettings) -> FastAPI:
     def wanted(identity: str) -> RunStatus:
         position = runs.find(identity)
         if position is None:
-            raise HTTPException(404, "there is no such run; it may have been forgotten")
+            raise HTTPException(404, "unknown run; it may have been deleted")
         return position
 
     @get(HEALTH)
@@ -121,7 +122,7 @@ def create_app(settings: DashboardSettings) -> FastAPI:
         try:
             content = site.asset(name)
         except ConfigError as cause:
-            raise HTTPException(404, "there is no such file") from cause
+            raise HTTPException(404, "unknown file") from cause
         kept = {"cache-control": "private, max-age=300"}
         return Response(content, media_type=site.media_type(name), headers=kept)
 
@@ -132,6 +133,12 @@ def create_app(settings: DashboardSettings) -> FastAPI:
     @get("/machine")
     def machine() -> HTMLResponse:
         return page("machine.html", "/machine", **views.machine())
+
+    @get("/machine/curves")
+    def machine_curves() -> JSONResponse:
+        loaded = views.machine()["machine"]
+        chart = None if loaded is None else charts.of_machine(loaded)
+        return JSONResponse(plots([] if chart is None else [chart]))
 
     @get("/runs")
     def list_runs(request: Request) -> HTMLResponse:
@@ -154,6 +161,13 @@ def create_app(settings: DashboardSettings) -> FastAPI:
         answer.headers["x-run-state"] = result.state
         return answer
 
+    @get("/runs/{identity}/curves")
+    def run_curves(identity: str, request: Request) -> JSONResponse:
+        entry = wanted(identity).entry
+        plan = views.PageSection.of(lambda: runs.plan(entry)).value
+        query = request.query_params
+        return JSONResponse(plots(charts.of_run(runs.events(entry), plan, window(query))))
+
     @get("/runs/{identity}/timeline")
     def run_timeline(identity: str, request: Request) -> HTMLResponse:
         result = wanted(identity)
@@ -172,6 +186,29 @@ def create_app(settings: DashboardSettings) -> FastAPI:
             content = opened.read(MAX_FILE)
         headers = {"content-security-policy": _REPORT_POLICY}
         return Response(content, media_type=FILES[name], headers=headers)
+
+    def both(request: Request) -> list[RunStatus]:
+        given = [request.query_params.get(key, "") for key in "ab"]
+        return [wanted(identity) for identity in given if identity]
+
+    @get("/compare")
+    def comparison(request: Request) -> HTMLResponse:
+        return page("compare.html", "/runs", **compare(runs, both(request)))
+
+    @get("/compare/live")
+    def compare_live(request: Request) -> HTMLResponse:
+        result = compare(runs, both(request))
+        answer = page("compare_live.html", **result)
+        answer.headers["x-run-state"] = result["state"]
+        return answer
+
+    @get("/compare/curves")
+    def compare_curves(request: Request) -> JSONResponse:
+        named = [
+            (f"{letter}: {one.entry.name}", runs.events(one.entry))
+            for letter, one in zip("AB", both(request), strict=False)
+        ]
+        return JSONResponse(plots(charts.of_runs(named, window(request.query_params))))
 
     @get("/plans")
     def plans(request: Request) -> HTMLResponse:
@@ -198,12 +235,17 @@ def create_app(settings: DashboardSettings) -> FastAPI:
         answer.headers["x-run-state"] = result["state"]
         return answer
 
+    @get("/goodput/curves")
+    def goodput_curves(request: Request) -> JSONResponse:
+        chart = show(request.query_params, searches, watch, begin=False)["chart"]
+        return JSONResponse(plots([] if chart is None else [chart]))
+
     @get("/plans/file/{index}")
     def plan_file(index: str) -> HTMLResponse:
         files = views.plan_files(settings.plans)
-        if not (index.isascii() and index.isdigit() and int(index) < len(files)):
-            raise HTTPException(404, "no such plan file was given")
-        row = files[int(index)]
+        row = {str(place): one for place, one in enumerate(files)}.get(index)
+        if row is None:
+            raise HTTPException(404, "unknown plan file; start the dashboard with --plan FILE")
         if row.plan is None:
             raise ConfigError(row.error)
         return page("plan.html", "/plans", **views.plan(row.plan), run=None)
@@ -221,6 +263,10 @@ def create_app(settings: DashboardSettings) -> FastAPI:
         number = request.query_params.get("page", "1")
         return page("score.html", "/score", **views.score(runs, quantity, number, PAGE))
 
+    @get("/score/curves")
+    def score_curves() -> JSONResponse:
+        return JSONResponse(plots(views.score_charts(runs)))
+
     @get("/claims")
     def claims() -> HTMLResponse:
         papers = views.papers(settings.results)
@@ -231,7 +277,7 @@ def create_app(settings: DashboardSettings) -> FastAPI:
         known = {f"{row.claim}.json" for row in catalogue() if row.claim is not None}
         opened = open_inside(settings.results, name) if name in known else None
         if opened is None:
-            raise HTTPException(404, "there is no such results file")
+            raise HTTPException(404, "unknown results file")
         with opened:
             content = opened.read(MAX_FILE)
         return Response(content, media_type="application/json")
@@ -241,7 +287,7 @@ def create_app(settings: DashboardSettings) -> FastAPI:
         everything = views.papers(settings.results)
         result = views.group(everything, kind, value)
         if result is None:
-            raise HTTPException(404, "there is no such group of papers")
+            raise HTTPException(404, "unknown group of papers")
         return HTMLResponse(
             render_index(
                 result[0], every=everything, group=result[1], pages=site, places=views.PLACES
@@ -254,7 +300,7 @@ def create_app(settings: DashboardSettings) -> FastAPI:
             if str(paper.row.id) == number:
                 page = render_row(paper, pages=site, places=views.PLACES, here="/claims")
                 return HTMLResponse(page)
-        raise HTTPException(404, "there is no such paper")
+        raise HTTPException(404, "unknown paper")
 
     def talking(chat: dict[str, Any] | None) -> HTMLResponse:
         upstream = settings.server
@@ -273,6 +319,12 @@ def create_app(settings: DashboardSettings) -> FastAPI:
         answer = page("server_live.html", server=settings.server, **views.server(watch))
         answer.headers["x-run-state"] = "running"  # a server that is gone may come back
         return answer
+
+    @get("/server/curves")
+    def server_curves() -> JSONResponse:
+        if watch is None:
+            raise HTTPException(404, _NO_SERVER)
+        return JSONResponse(plots(charts.of_server(watch.look()[1])))
 
     def inspected(template: str) -> HTMLResponse:
         if settings.server is None:
@@ -334,7 +386,7 @@ def create_app(settings: DashboardSettings) -> FastAPI:
     @app.exception_handler(ShoalError)
     def unusable(_request: Request, error: ShoalError) -> HTMLResponse:
         newer = isinstance(error, StoreError)
-        title = "The score cannot be used" if newer else "This cannot be shown"
+        title = "The score cannot be read" if newer else "This page cannot be shown"
         return page("error.html", code=503 if newer else 422, title=title, message=str(error))
 
     app.add_middleware(DashboardGuard, access=settings.access)
@@ -372,12 +424,12 @@ def _conversation(body: bytes) -> tuple[str, list[dict[str, str]]]:
         HTTPException: it is something else.
     """
     try:
-        raw = json.loads(body)
+        raw = from_json(body)  # which, unlike json, refuses halves of characters
         model = raw["model"]
         messages = [
             {"role": message["role"], "content": message["content"]} for message in raw["messages"]
         ]
-    except (ValueError, KeyError, TypeError, RecursionError) as cause:
+    except (ValueError, KeyError, TypeError) as cause:
         raise HTTPException(400, "expected a model and a list of messages, in JSON") from cause
     good = isinstance(model, str) and 0 < len(messages) <= 64
     for message in messages:

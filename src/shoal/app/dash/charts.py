@@ -1,4 +1,4 @@
-"""The pictures of the dashboard, from what was read."""
+"""The charts of the dashboard, from what was read."""
 
 from __future__ import annotations
 
@@ -15,69 +15,99 @@ from shoal.serve.watch.moments import WINDOW_S, Moment
 from shoal.train.runs import Events, number
 from shoal.train.saves import memory_by_tier
 
-__all__ = ["of_machine", "of_run", "of_score", "of_server"]
-
-# On a phone a picture shrinks to some 340 px; its text must stay legible.
-WIDTH, HEIGHT = 430, 250
 # Points of one cloud; the newest are shown.
 MAX_POINTS = 400
+# Points of a line of a run; of a part that is zoomed into, as many again.
+_POINTS = 1000
+
+# Of a run: title, unit, field of a step's event, factor to the unit.
+_STEPS: tuple[tuple[str, str, str, float], ...] = (
+    ("Loss", "nats per token", "loss", 1.0),
+    ("Learning rate", "", "lr", 1.0),
+    ("Gradient norm", "before clipping", "grad_norm", 1.0),
+    ("Tokens per second", "tokens/s", "tokens_per_s", 1.0),
+    ("Model FLOPs utilisation", "% of the peak", "mfu", 100.0),
+    ("Memory of rank 0", "MB", "memory_bytes", 1e-6),
+)
+_Window = tuple[float, float] | None
 
 
-def of_run(events: Events, plan: Plan[Any] | None) -> list[Chart]:
-    """Loss, tokens per second, utilisation and memory over the steps; those that have points."""
+def of_run(events: Events, plan: Plan[Any] | None, window: _Window = None) -> list[Chart]:
+    """What the steps of a run report; those that have points.
+
+    Args:
+        events: of the run.
+        plan: its plan, for what was predicted.
+        window: first and last step; all of them if None.
+    """
     steps = events.steps
     if not steps:
         return []
-    ends = [float(min(steps)), float(max(steps))]
-    loss = [Series("training", *events.curve("loss"))]
-    heldout = [
-        (number(event.get("step")), number(event.get("loss"))) for event in events.evaluations
-    ]
-    if heldout:
-        loss.append(
-            Series("held-out", [x for x, _ in heldout], [y for _, y in heldout], points=True)
-        )
-    rate = [Series("measured", *events.curve("tokens_per_s"))]
-    memory = [Series("measured", *events.curve("memory_bytes", 1 / 2**20))]
-    bands = []
+    first, last = window or (-math.inf, math.inf)
+    ends = [max(float(min(steps)), first), min(float(max(steps)), last)]
+    more: dict[str, list[Series]] = {"loss": _held_out("held-out", events, window)}
+    bands: dict[str, list[Band]] = {}
     cost = None if plan is None else plan.estimate
     if cost is not None and cost.tokens:
         low, high = cost.tokens / cost.step_s.high, cost.tokens / cost.step_s.low
-        rate.append(Series("predicted", ends, [cost.tokens_per_s] * 2, dashed=True))
-        bands.append(Band("predicted", ends, [low] * 2, [high] * 2))
+        more["tokens_per_s"] = [Series("predicted", ends, [cost.tokens_per_s] * 2, dashed=True)]
+        bands["tokens_per_s"] = [Band("predicted", ends, [low] * 2, [high] * 2)]
     if plan is not None and cost is not None and cost.memory_bytes:
-        rank = predictions(plan)["memory_bytes"].value / 2**20
-        memory.append(Series("predicted", ends, [rank] * 2, dashed=True))
-    results = [
-        _chart("Loss", "nats per token", loss),
-        _chart("Tokens per second", "tokens/s", rate, bands),
-        _chart(
-            "Model FLOPs utilisation",
-            "% of the peak",
-            [Series("measured", *events.curve("mfu", 100))],
-        ),
-        _chart("Memory of rank 0", "MiB", memory),
-        memory_by_tier(events, WIDTH, HEIGHT),
-    ]
-    return [chart for chart in results if chart is not None]
+        rank = predictions(plan)["memory_bytes"].value * 1e-6
+        more["memory_bytes"] = [Series("predicted", ends, [rank] * 2, dashed=True)]
+    results = []
+    for title, unit, key, factor in _STEPS:
+        curve = events.curve(key, factor, _POINTS, window)
+        name = "training" if key == "loss" else "measured"
+        series = [Series(name, *curve), *more.get(key, ())]
+        results.append(_chart(title, unit, series, bands.get(key, ())))
+    return [one for one in (*results, memory_by_tier(events)) if one is not None]
+
+
+def of_runs(runs: Sequence[tuple[str, Events]], window: _Window = None) -> list[Chart]:
+    """The curves of several runs over each other.
+
+    Args:
+        runs: what each is called, and its events.
+        window: first and last step; all of them if None.
+    """
+    results = []
+    for title, unit, key, factor in _STEPS:
+        series = [Series(name, *one.curve(key, factor, _POINTS, window)) for name, one in runs]
+        if key == "loss":
+            for name, one in runs:
+                series += _held_out(f"{name}, held-out", one, window)
+        results.append(_chart(title, unit, series))
+    return [one for one in results if one is not None]
+
+
+def _held_out(name: str, events: Events, window: _Window) -> list[Series]:
+    """The losses on held-out text, as points."""
+    first, last = window or (-math.inf, math.inf)
+    pairs = [(number(one.get("step")), number(one.get("loss"))) for one in events.evaluations]
+    pairs = [(x, y) for x, y in pairs if first <= x <= last]
+    return [Series(name, [x for x, _ in pairs], [y for _, y in pairs], points=True)] * bool(pairs)
 
 
 def _chart(
     title: str, unit: str, series: Sequence[Series], bands: Sequence[Band] = ()
 ) -> Chart | None:
-    finite = [y for one in series for y in one.y if math.isfinite(y)]
-    if not any(math.isfinite(y) for y in series[0].y):
+    """A chart over the steps; None when nothing was measured."""
+    measured = [one for one in series if not one.points and not one.dashed]
+    said = [
+        f"{one.name} {ys[0]:.4g} at the start, {ys[-1]:.4g} at the end"
+        for one in measured
+        if (ys := [y for y in one.y if math.isfinite(y)])
+    ]
+    if not said:
         return None
-    said = f"{title} over the steps: {finite[0]:.4g} at first, {series[0].y[-1]:.4g} at last."
     return Chart(
         title=title,
-        description=said,
+        description=f"{title} over the steps: {'; '.join(said)}.",
         x_label="step",
         y_label=unit,
         series=series,
         bands=bands,
-        width=WIDTH,
-        height=HEIGHT,
     )
 
 
@@ -90,11 +120,12 @@ def of_score(rows: Sequence[ScoreRow], quantity: str, label: str, factor: float)
     ][-MAX_POINTS:]
     if not pairs:
         return None
+    name = label.partition(",")[0]
     low, high = min(map(min, pairs)) / 1.3, max(map(max, pairs)) * 1.3
     return Chart(
-        title=label.partition(",")[0].capitalize(),
-        description=f"{len(pairs)} runs: measured against predicted {label}; the dashed diagonal "
-        "is where they agree, the band is 25 % to either side.",
+        title=name[:1].upper() + name[1:],
+        description=f"{len(pairs)} runs: measured over predicted {label}; the dashed diagonal is "
+        f"a perfect prediction, the band is 25 % to either side.",
         x_label=f"predicted {label}",
         y_label="measured",
         series=[
@@ -104,8 +135,6 @@ def of_score(rows: Sequence[ScoreRow], quantity: str, label: str, factor: float)
         bands=[Band("agree", [low, high], [low * 0.75, high * 0.75], [low * 1.25, high * 1.25])],
         log_x=True,
         log_y=True,
-        width=WIDTH,
-        height=HEIGHT + 20,
     )
 
 
@@ -125,16 +154,14 @@ def of_machine(machine: Machine) -> Chart | None:
         xs = [left, knee, right]
         series.append(Series(dtype, xs, [attainable(machine, x, dtype) for x in xs]))
     return Chart(
-        title="What this machine reaches",
-        description="Roofline: FLOP/s over arithmetic intensity. Left of a knee the memory "
-        "binds, right of it the arithmetic.",
+        title="Roofline of this machine",
+        description="Roofline: FLOP/s over arithmetic intensity. Left of a knee memory is the "
+        "bottleneck, right of it arithmetic.",
         x_label="arithmetic intensity, FLOP per byte",
         y_label="FLOP/s",
         series=series,
         log_x=True,
         log_y=True,
-        width=WIDTH,
-        height=HEIGHT + 20,
     )
 
 
@@ -142,52 +169,48 @@ def of_machine(machine: Machine) -> Chart | None:
 _LAST_S, _FROM = (-60.0, 0.0), (0.0, 1.0)
 # Of the server: title, unit, factor to the unit, (name in the legend, name of the value).
 _LIVE: tuple[tuple[str, str, float, tuple[tuple[str, str], ...]], ...] = (
-    ("Time to the first token", "ms", 1e3, (("median", "ttft_p50"), ("p99", "ttft_p99"))),
-    ("Time between two tokens", "ms", 1e3, (("median", "gap_p50"), ("p99", "gap_p99"))),
+    ("TTFT (time to first token)", "ms", 1e3, (("median", "ttft_p50"), ("p99", "ttft_p99"))),
+    ("ITL (inter-token latency)", "ms", 1e3, (("median", "gap_p50"), ("p99", "gap_p99"))),
     ("Requests", "requests", 1.0, (("running", "running"), ("waiting", "waiting"))),
     ("Cache in use", "%", 100.0, (("cache", "cache"),)),
     (f"Preemptions in {WINDOW_S:.0f} s", "preemptions", 1.0, (("preemptions", "preemptions"),)),
 )
 
 
-def of_server(moments: Sequence[Moment]) -> list[tuple[str, Chart | None]]:
-    """(title, picture) of what was seen of a server; None for what has no value yet."""
-    results: list[tuple[str, Chart | None]] = []
+def of_server(moments: Sequence[Moment]) -> list[Chart]:
+    """What was seen of a server; a chart without values yet has none."""
+    results = []
     for title, unit, factor, lines in _LIVE:
         series = [
             _past(name, moments, [factor * one.get(value) for one in moments])
             for name, value in lines
         ]
-        results.append((title, _moving(title, unit, series)))
+        results.append(_moving(title, unit, series))
     written = _past("tokens", moments, [one.rate("tokens") for one in moments])
-    results.append(("Tokens written per second", _moving("Tokens written", "tokens/s", [written])))
+    results.append(_moving("Generated tokens per second", "tokens/s", [written]))
     return results
 
 
 def _past(name: str, moments: Sequence[Moment], values: Sequence[float]) -> Series:
-    return Series(name, [one.at - moments[-1].at for one in moments], values, broken=True)
+    return Series(name, [one.at - moments[-1].at for one in moments], values)
 
 
-def _moving(title: str, unit: str, series: Sequence[Series]) -> Chart | None:
+def _moving(title: str, unit: str, series: Sequence[Series]) -> Chart:
     last = [
         (one.name, [y for y in one.y if math.isfinite(y)][-1])
         for one in series
         if any(math.isfinite(y) for y in one.y)
     ]
-    if not last:
-        return None
     text = ", ".join(
         f"{name} {value:.4g} {unit}" if len(series) > 1 else f"{value:.4g} {unit}"
         for name, value in last
     )
     return Chart(
         title=title,
-        description=f"{title} over the last minutes; at last {text}.",
+        description=f"{title} over the last minutes; at last {text or 'no value yet'}.",
         x_label="seconds from now",
         y_label=unit,
         series=series,
         cover_x=_LAST_S,
         cover_y=_FROM,
-        width=WIDTH,
-        height=HEIGHT - 30,
     )

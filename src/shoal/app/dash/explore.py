@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.core.config import resolve
+from shoal import api
+from shoal.api import Plans
+from shoal.core.counts import count
 from shoal.core.errors import ConfigError, PlanError, ShoalError, require
 from shoal.cost import shapes
-from shoal.ir import TrainJob, TrainPlan
+from shoal.ir import TrainPlan
 from shoal.machine import described
 from shoal.plan.picture import content
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.strategy.objective import UNITS
 from shoal.plan.what_if import WhatIfResult, what_if
-
-__all__ = ["check_machine", "explore"]
 
 _MACHINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9@.-]{0,63}")
 _SHOWN, _MOST_DEVICES = 5, 4096
@@ -36,13 +36,9 @@ class _Question:
     """What a visitor asks, checked.
 
     Args:
-        model: name of a shipped shape.
         machine: name or shorthand of a machine.
         objective: time, cost or energy.
-        planner: who plans.
-        seq_len: tokens of a sequence.
-        global_batch: sequences of a step.
-        tokens: training tokens.
+        numbers: (setting, value) of sequence, batch and training tokens, of those that are given.
         what_if: ask about other machines, too.
     """
 
@@ -50,9 +46,7 @@ class _Question:
     machine: str
     objective: str
     planner: str
-    seq_len: int
-    global_batch: int
-    tokens: int
+    numbers: tuple[tuple[str, int], ...]
     what_if: bool
 
 
@@ -69,9 +63,9 @@ def explore(query: Mapping[str, str]) -> dict[str, Any]:
             "machine": "16xH100",
             "objective": "time",
             "planner": "search",
-            "seq_len": "4096",
-            "global_batch": "128",
-            "tokens": "20000000000",
+            "seq_len": "",
+            "global_batch": "",
+            "tokens": "20B",
             "what_if": "",
             **given,
         },
@@ -82,10 +76,9 @@ def explore(query: Mapping[str, str]) -> dict[str, Any]:
         return page
     try:
         plans, answers = _answer(_checked(page["given"]))
+        page["result"] = {**content(plans[:_SHOWN], answers), "taken": plans.taken_line()}
     except ShoalError as cause:
         page["error"] = str(cause)
-        return page
-    page["result"] = content(plans, answers)
     return page
 
 
@@ -114,29 +107,32 @@ def _checked(given: Mapping[str, str]) -> _Question:
         expected=", ".join(UNITS),
         error=ConfigError,
     )
-    numbers = {}
+    numbers = []
     for name, most in (("seq_len", 2**20), ("global_batch", 2**17), ("tokens", 10**15)):
         text = given[name]
+        if not text:
+            continue
+        number = count(text, name) if text.isascii() else 0
         require(
-            text.isascii() and text.isdigit() and 1 <= int(text) <= most,
+            1 <= number <= most,
             name,
             text,
             expected=f"a whole number from 1 to {most}",
             error=ConfigError,
         )
-        numbers[name] = int(text)
+        numbers.append((name, number))
     return _Question(
         model=shapes.find(given["model"]).name,
         machine=machine,
         objective=given["objective"],
         planner=given["planner"],
+        numbers=tuple(numbers),
         what_if=bool(given["what_if"]),
-        **numbers,
     )
 
 
 @functools.lru_cache(maxsize=32)
-def _answer(asked: _Question) -> tuple[tuple[TrainPlan, ...], tuple[WhatIfResult, ...]]:
+def _answer(asked: _Question) -> tuple[Plans[TrainPlan], tuple[WhatIfResult, ...]]:
     machine = described.load(asked.machine)
     require(
         machine.num_devices <= _MOST_DEVICES,
@@ -145,19 +141,19 @@ def _answer(asked: _Question) -> tuple[tuple[TrainPlan, ...], tuple[WhatIfResult
         expected=f"at most {_MOST_DEVICES} devices here; use shoal plan train for more",
         error=PlanError,
     )
-    flags: dict[str, object] = {
-        "model": asked.model,
-        "seq_len": asked.seq_len,
-        "global_batch": asked.global_batch,
-        "tokens": asked.tokens,
-        "objective": asked.objective,
-    }
-    job = resolve(TrainJob, flags=flags).value
+    numbers: dict[str, Any] = dict(asked.numbers)
     if not _ONE.acquire(timeout=_PATIENCE_S):
-        raise PlanError("others are planning; ask again in a moment")
+        raise PlanError("other plans are being computed; try again in a moment")
     try:
-        plans = PLANNERS.build(asked.planner, where="planner").plan(job, machine)
-        answers = what_if(job, plans[0], planner=asked.planner) if asked.what_if else []
+        plans = api.plan(
+            asked.model,
+            machine,
+            kind="train",
+            planner=asked.planner,
+            objective=asked.objective,
+            **numbers,
+        )
+        answers = what_if(plans.job, plans.best, planner=asked.planner) if asked.what_if else []
     finally:
         _ONE.release()
-    return tuple(plans[:_SHOWN]), tuple(answers)
+    return plans, tuple(answers)

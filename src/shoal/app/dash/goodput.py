@@ -30,8 +30,6 @@ from shoal.plan.serving.simulation import sharded_costs
 from shoal.serve.watch.moments import Watch
 from shoal.serve.watch.scrape import share_below
 
-__all__ = ["FAMILIES", "GoodputSearches", "MeasuredGoodput", "measured", "show"]
-
 # Workloads that need no file.
 FAMILIES = ("chat", "code", "summary", "multiturn", "shared_prefix")
 LIMIT_S = 120.0
@@ -54,8 +52,6 @@ class _Question:
     """What a visitor asks, checked.
 
     Args:
-        model: name of a shipped shape.
-        machine: name or shorthand of a machine.
         workload: name of a family.
         slo: the targets.
     """
@@ -71,7 +67,6 @@ class GoodputSearch:
     """A search, as it goes on.
 
     Args:
-        question: what is looked for.
         stop: set to end it.
         ends: when its time is over, s on the clock of :class:`GoodputSearches`.
         done: settings that were tried, of ``total``.
@@ -99,7 +94,6 @@ class GoodputSearches:
 
     Args:
         limit_s: s that a search may take.
-        clock: s, never going back.
         plan: who searches.
     """
 
@@ -160,7 +154,7 @@ class GoodputSearches:
             search.error = str(cause)
         finally:
             if search.report is None and not search.error:
-                search.error = "the search failed; the terminal of the dashboard says why"
+                search.error = "the search failed; the terminal of the dashboard shows the error"
             search.finished.set()
 
     def check(self, search: GoodputSearch) -> None:
@@ -170,12 +164,12 @@ class GoodputSearches:
             PlanError: it is one.
         """
         if search.stop.is_set():
-            raise PlanError("another question was asked meanwhile; ask again")
+            raise PlanError("another search was started meanwhile; try again")
         if self._clock() > search.ends:
             search.stop.set()
             raise PlanError(
-                f"nothing was found within {self.limit_s:g} s; ask for fewer devices or a smaller "
-                "model, or run shoal plan serve --slo, which takes its time"
+                f"no result within {self.limit_s:g} s; use fewer devices or a smaller model, or "
+                f"run shoal plan serve --slo, which has no time limit"
             )
 
 
@@ -188,7 +182,6 @@ class _Bounded:
     searches: GoodputSearches
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.engine.StepCost`."""
         self.searches.check(self.search)
         return self.cost.seconds(chunks)
 
@@ -276,7 +269,7 @@ def show(
         page["error"] = str(cause)
         return page
     if search is None:
-        page["error"] = "this search was forgotten; ask again"
+        page["error"] = "this search has expired; try again"
         return page
     page["search"] = search
     if not search.finished.is_set():
@@ -289,12 +282,12 @@ def show(
         if rate is not None:
             each = rate / report.devices
             if each < 2 * report.best.per_device:  # further away it would only make the rest small
-                more.append(Series("rate asked for", [each] * 2, [0.0, 1.0], dashed=True))
+                more.append(Series("requested rate", [each] * 2, [0.0, 1.0], dashed=True))
             page["copies"] = replicas(rate, report.best.goodput)
         page["seen"] = seen = measured(watch, request.slo)
         if seen is not None:
             more.append(Series("your server", [seen.rate] * 2, [seen.low, seen.high], points=True))
-        page["chart"] = report.chart(*more, width=720, height=380)
+        page["chart"] = report.chart(*more)
         if watch is not None:
             page["state"] = "running"  # the server's point moves
     return page

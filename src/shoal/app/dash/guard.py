@@ -22,8 +22,6 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["CHAT", "HEALTH", "DashboardAccess", "DashboardGuard", "host_names"]
-
 HEALTH = "/healthz"
 CHAT = "/server/chat"
 # The only address that takes a POST.
@@ -118,21 +116,21 @@ class DashboardGuard:
         path: str = scope["path"]
         host = headers.get("host", "")
         if len(headers.getlist("host")) != 1 or _name(host) not in self._access.hosts:
-            return _plain(421, "this is no name of the dashboard; open the address it printed")
+            return _plain(421, "unknown host name; open the address that the dashboard printed")
         origins = headers.getlist("origin")
         # For every verb, and before it is looked at: no verb can be forgotten.
         foreign = any(origin.lower() != f"{scope['scheme']}://{host.lower()}" for origin in origins)
         if foreign:
-            return _plain(403, "a page of another site may not ask for this")
+            return _plain(403, "requests from other sites are not allowed")
         allowed = _METHODS.get(path, _READ)
         if scope["method"] not in allowed:
             result = ", ".join(sorted(allowed))
-            return _plain(405, f"this address takes {result} only", {"allow": result})
+            return _plain(405, f"this address accepts {result} only", {"allow": result})
         if scope["method"] == "POST" and len(origins) != 1:
-            return _plain(403, "a page of another site may not ask for this")
+            return _plain(403, "requests from other sites are not allowed")
         if scope["method"] == "POST" and not _length(headers) <= MAX_BODY:
             # What follows on this connection is a body that is not read.
-            text = f"a request has at most {MAX_BODY} bytes, and says how many"
+            text = f"a request needs a Content-Length of at most {MAX_BODY} bytes"
             return _plain(413, text, {"connection": "close"})
         if path == HEALTH:
             return None
@@ -143,12 +141,12 @@ class DashboardGuard:
         given = [value for key, value in query if key == "token"]
         if given and scope["method"] in _READ:
             if not _same(given[0], self._access.token):
-                return _plain(401, "the token in this address is not that of this dashboard")
+                return _plain(401, "the token in this address is not the token of this dashboard")
             rest = urlencode([pair for pair in query if pair[0] != "token"])
             return self._welcome("/" + scope["path"].lstrip("/") + (f"?{rest}" if rest else ""))
         cookies = cookie_parser(headers.get("cookie", ""))
         if not _same(cookies.get(self._access.name, ""), self._access.cookie):
-            return _plain(401, "open the address that `shoal dash` printed; it has the token")
+            return _plain(401, "open the address that `shoal dash` printed; it contains the token")
         return None
 
     def _welcome(self, target: str) -> Response:

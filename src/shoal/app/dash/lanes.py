@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
 
+from shoal.core.tables import cut
 from shoal.core.web.site import seconds
-
-__all__ = ["LaneSpan", "LaneStay", "Lanes", "PlaceHistory"]
 
 _WIDTH, _LEFT, _RIGHT = 1120, 150, 14
 _SPACE = _WIDTH - _LEFT - _RIGHT
@@ -99,7 +98,7 @@ class Lanes:
         parts = [f'<path class="tl-line" d="M0 {y + 39.5}H{_WIDTH}"/>']
         if words:
             parts.append(f'<rect class="tl-named" x="0" y="{y}" width="{_WIDTH}" height="39"/>')
-            short = words[0] if len(words[0]) <= 22 else words[0][:21] + "…"
+            short = cut(words[0], 22)
             parts.append(
                 f'<text class="tl-fault" x="8" y="{y + 32}">◆ {escape(short)}'
                 f"<title>{escape('; '.join(words))}</title></text>"
@@ -156,7 +155,7 @@ class Lanes:
             parts.append(f'<path class="tl-tick" d="M{x:.1f} {y}v5"/>')
             parts.append(
                 f'<text class="tl-note" x="{x:.1f}" y="{y + 19}"{anchor}>'
-                f"{escape('0' if not tick else seconds(tick))}</text>"
+                f"{_elapsed(tick, whole)}</text>"
             )
         if self.last:
             parts.append(
@@ -233,19 +232,17 @@ class PlaceHistory:
         for at, text in self.marks[-_MARKS:]:
             one = x(at)
             parts.append(f'<path class="tl-end" d="M{one:.1f} 22V{bottom}"/>')
-            size = 7.2 * (len(text) + 2)
+            size = 8.0 * (len(text) + 2)
             start = min(one - 5, _WIDTH - size)
             if start >= free:
                 parts.append(
                     f'<text class="tl-fault" x="{start:.1f}" y="16">◆ {escape(text)}</text>'
                 )
                 free = start + size + 8
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-            clock = time.strftime("%H:%M:%S", time.localtime(begin + share * whole))
-            anchor = "start" if not share else "end" if share == 1.0 else "middle"
+        for at, text, anchor in _clocks(begin, whole):
             parts.append(
-                f'<text class="tl-note" x="{x(begin + share * whole):.1f}" y="{bottom + 20}" '
-                f'text-anchor="{anchor}">{clock}</text>'
+                f'<text class="tl-note" x="{x(at):.1f}" y="{bottom + 20}" '
+                f'text-anchor="{anchor}">{text}</text>'
             )
         if len(every) > len(shown):
             parts.append(
@@ -268,6 +265,33 @@ def _ticks(whole: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)
     return [step * number for number in range(int(whole / step) + 1)]
+
+
+def _elapsed(tick: float, whole: float) -> str:
+    """A mark of a time that begins at 0; marks of one axis differ."""
+    if not tick:
+        return "0"
+    if whole < 90:
+        return seconds(tick)
+    if whole < 5400:
+        return f"{int(tick) // 60}:{int(tick) % 60:02d} min"
+    return f"{int(tick) // 3600}:{int(tick) // 60 % 60:02d} h"
+
+
+def _clocks(begin: float, whole: float) -> list[tuple[float, str, str]]:
+    """(time, words, anchor) of five marks of the wall clock that differ from each other."""
+    marks = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        at = begin + share * whole
+        there = time.localtime(at)
+        if whole > 86400:
+            text = time.strftime("%m-%d %H:%M", there)
+        elif share and whole < 20:  # as clocks they would be the same
+            text = f"+{seconds(share * whole)}"
+        else:
+            text = time.strftime("%H:%M:%S", there)
+        marks.append((at, text, {0.0: "start", 1.0: "end"}.get(share, "middle")))
+    return marks
 
 
 def _head(height: int, name: str, title: str, notes: str) -> str:

@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -20,12 +20,10 @@ from shoal.app.dash.lanes import Lanes, LaneSpan, LaneStay, PlaceHistory
 from shoal.core.errors import ShoalError
 from shoal.core.parts import table
 from shoal.train.layout import RunDir
-from shoal.train.runs import Events, RunStatus, finite, number, open_inside
+from shoal.train.runs import Events, RunStatus, finite, number, open_inside, rank_errors
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.protocols import Fault
 from shoal.train.watch.recorder import COMPUTE, Flight, read
-
-__all__ = ["timeline"]
 
 # Lanes that one picture has; the others are a link away.
 MAX_RANKS = 16
@@ -36,8 +34,9 @@ _MAX_BYTES = 16 * 2**20
 _MAX_ROWS = 3000
 _STEPS = 4
 _LOCATORS = ("megascale", "c4d")
+_GOES_ON = "still running"
 
-# Rule of the driver -> what people call it.
+# Rule of the driver -> display name.
 _RULES = {
     "lost": "crash",
     "error": "error",
@@ -67,6 +66,10 @@ class _Start:
         fault: the event that ended it; None if none did.
         restart: what the driver did about it.
         how: how it ended, in words.
+        start: what its ranks reported when they began; None before they did.
+        bad: it ended before the run was over, and nobody had asked for that.
+        message: why, in the words of its ranks.
+        then: what was done about it; empty where the restart says it.
     """
 
     index: int
@@ -77,28 +80,11 @@ class _Start:
     last: int = -1
     fault: dict[str, Any] | None = None
     restart: dict[str, Any] | None = None
-    how: str = "its end is not recorded"
-
-
-@dataclass(frozen=True)
-class TimelineRow:
-    """What one rank did in the steps that are shown.
-
-    Args:
-        rank: its number.
-        busy_s: seconds a step in which no rank kept it waiting; None if no step is whole.
-        waits_s: seconds a step in which it waited for others.
-        ratio: busy time over the median of the ranks.
-        at: the operation in which it stands, if it does.
-        messages: what was named about it.
-    """
-
-    rank: int
-    busy_s: float | None
-    waits_s: float | None
-    ratio: float | None
-    at: str = ""
-    messages: tuple[str, ...] = field(default=())
+    how: str = "end not recorded"
+    start: dict[str, Any] | None = None
+    bad: bool = False
+    message: str = ""
+    then: str = ""
 
 
 def timeline(run: RunStatus, events: Events, query: Mapping[str, str]) -> dict[str, Any]:
@@ -110,6 +96,10 @@ def timeline(run: RunStatus, events: Events, query: Mapping[str, str]) -> dict[s
         query: ``start`` (from 1), ``from`` and ``to`` (steps), ``ranks`` (first lane).
     """
     starts = _starts(events)
+    failure = "; ".join(rank_errors(run.entry.path)) if run.state == "failed" else ""
+    if starts and run.state == "failed" and starts[-1].fault is None:
+        starts[-1].how, starts[-1].bad = "error" if failure else "ended unexpectedly", True
+        starts[-1].message, starts[-1].then = failure, "the run ended here"
     base = f"/runs/{run.entry.id}/timeline"
     page: dict[str, Any] = {
         "run": run,
@@ -118,19 +108,25 @@ def timeline(run: RunStatus, events: Events, query: Mapping[str, str]) -> dict[s
         "skipped_lines": events.skipped_lines,
         "shortened": events.shortened,
         "records": None,
+        "failure": failure,
         "error": "",
         "chosen": 0,
     }
     if run.entry.path is None:
-        page["error"] = "only the score knows this run; its directory is not known"
+        page["error"] = "this run is only in the score; its directory is unknown"
         return page
     chosen = _whole(query.get("start"), len(starts)) if starts else 1
     chosen = chosen if 1 <= chosen <= max(1, len(starts)) else max(1, len(starts))
     page["chosen"] = chosen
     now = chosen == max(1, len(starts)) and not (starts and starts[-1].fault)
     directory = RunDir(run.entry.path)
-    folder = directory.ranks if now else directory.faults / str(chosen)
     fault = starts[chosen - 1].fault if starts else None
+    if not now and fault is None:
+        page["error"] = "the records of its ranks were replaced when the run was resumed"
+        return page
+    # The driver of a robust run keeps the records of each start that ended by a fault.
+    kept = sum(one.fault is not None for one in starts[:chosen])
+    folder = directory.ranks if now else directory.faults / str(kept)
     try:
         page["records"] = _records(folder, fault, query, base, chosen, now and run.live)
     except ShoalError as cause:
@@ -156,6 +152,13 @@ def _starts(events: Events) -> list[_Start]:
         kind, time = str(event.get("kind")), number(event.get("time"))
         if not math.isfinite(time):
             continue
+        if here is not None and kind == "start" and here.start is not None:
+            # The ranks of a run that was killed, or asked to stop, and then resumed.
+            if here.how == _GOES_ON:
+                here.how, here.bad = "killed", True
+            first = _whole(str(event.get("step")), 0)
+            here.then = f"resumed at step {first}" if event.get("resumed") else "began anew"
+            here = None
         if here is None and kind in ("start", "restart", "fault", "step"):
             here = _Start(len(starts) + 1, places, time, time)
             starts.append(here)
@@ -169,7 +172,7 @@ def _starts(events: Events) -> list[_Start]:
             world = _whole(str(event.get("ranks")), 0)
             if len(here.places) != world and 0 < world <= 65536:
                 here.places = tuple(range(world))
-            here.how = "it goes on"
+            here.how, here.start = _GOES_ON, event
         elif here is not None and kind == "step":
             step = _whole(str(event.get("step")), 0)
             here.first = step if here.first < 0 else min(here.first, step)
@@ -177,7 +180,8 @@ def _starts(events: Events) -> list[_Start]:
         elif here is not None and kind in ("end", "stop"):
             here.how = "finished" if kind == "end" else "stopped on request"
         elif here is not None and kind == "fault":
-            here.fault, here.end = event, time
+            here.fault, here.end, here.bad = event, time, True
+            here.message = str(event.get("message", ""))
             begin = time - number(event.get("seconds_of_start"))
             here.begin = begin if math.isfinite(begin) and here.last < 0 else here.begin
             here.how = _name(event)
@@ -208,7 +212,7 @@ def _name(event: Mapping[str, Any]) -> str:
 def _start_row(start: _Start, base: str) -> dict[str, Any]:
     fault, restart = start.fault, start.restart
     place = None if fault is None else fault.get("place")
-    after = ""
+    after = start.then
     if fault is not None:
         after = "the run ended here"
         if restart is not None:
@@ -216,7 +220,7 @@ def _start_row(start: _Start, base: str) -> dict[str, Any]:
             if place is None:
                 after = "started again on the same places"
             elif len(left) < len(start.places):
-                after = f"place {place} excluded; went on with {len(left)} ranks"
+                after = f"place {place} excluded; continued with {len(left)} ranks"
             else:
                 after = f"place {place} excluded; a spare took over"
     return {
@@ -226,11 +230,12 @@ def _start_row(start: _Start, base: str) -> dict[str, Any]:
         "seconds": max(0.0, start.end - start.begin),
         "steps": "none" if start.last < 0 else f"{start.first} to {start.last}",
         "how": start.how,
-        "bad": fault is not None,
+        "bad": start.bad,
+        "fault": fault is not None,
         "rank": None if fault is None else fault.get("rank"),
         "place": place,
         "after_s": None if fault is None else finite(fault.get("seconds")),
-        "message": "" if fault is None else str(fault.get("message", ""))[:600],
+        "message": start.message[:600],
         "then": after,
     }
 
@@ -248,7 +253,7 @@ def _places(starts: Sequence[_Start], live: bool) -> PlaceHistory:
     return PlaceHistory(
         stays=stays,
         excluded={place: what for place, what in gone.items() if isinstance(place, int)},
-        marks=[(start.end, f"{start.index}: {start.how}") for start in starts if start.fault],
+        marks=[(start.end, f"{start.index}: {start.how}") for start in starts if start.bad],
         live=live,
     )
 
@@ -273,7 +278,7 @@ def _flights(folder: Path) -> tuple[dict[int, Flight], list[str]]:
         with file:
             status = os.fstat(file.fileno())
         if status.st_size > _MAX_BYTES:
-            notes.append(f"{name}: {status.st_size} bytes are more than a page reads; left out")
+            notes.append(f"{name}: {status.st_size} bytes exceed the limit of this page; left out")
             continue
         try:
             flight = read(folder / name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,36 +15,29 @@ from shoal.app.dash import charts
 from shoal.checkpoint.history import slowest
 from shoal.claims.catalogue import catalogue
 from shoal.claims.gallery.pages import GalleryPaths, facets
-from shoal.claims.gallery.papers import Paper, counts, index_rows
+from shoal.claims.gallery.papers import Paper, index_rows
 from shoal.core.config import ResolvedValue
 from shoal.core.errors import ShoalError
+from shoal.core.svg import Chart
 from shoal.cost.score import ErrorSummary, summarise
-from shoal.ir import Machine, Plan, Quantity, Report, compared, kind_of, quantities
+from shoal.ir import Machine, Plan, Quantity, Report, compared, kind_of, kinds, quantities
 from shoal.machine.described import load, names
 from shoal.plan.saved import read_plan
 from shoal.serve.watch.moments import WINDOW_S, Watch
-from shoal.train.runs import FILES, Events, Runs, RunStatus, finite, number, open_inside
+from shoal.train.runs import (
+    FILES,
+    Events,
+    Runs,
+    RunStatus,
+    finite,
+    number,
+    open_inside,
+    rank_errors,
+)
 from shoal.train.saves import checkpoints, heat_of, stalls_of
 
 if TYPE_CHECKING:
     from shoal.app.dash.app import DashboardSettings
-
-__all__ = [
-    "PLACES",
-    "Pager",
-    "PlanRow",
-    "group",
-    "machine",
-    "matches",
-    "overview",
-    "papers",
-    "plan",
-    "plan_files",
-    "plans",
-    "run",
-    "score",
-    "server",
-]
 
 _T = TypeVar("_T")
 
@@ -59,7 +51,6 @@ class Pager:
         pages: how many there are.
         first: index of its first row.
         last: index after its last row.
-        total: rows in all.
         base: address of the list.
         query: what else stands in the address.
     """
@@ -158,7 +149,7 @@ def overview(settings: DashboardSettings, runs: Runs) -> dict[str, Any]:
         "errors": PageSection.of(lambda: _errors(runs.score().errors())),
         "server": settings.server,
         "health": None if settings.server is None else settings.server.health(),
-        "claims": PageSection.of(lambda: _counted(papers(settings.results))),
+        "num_papers": len(catalogue()),
     }
 
 
@@ -175,7 +166,27 @@ def _shown(quantity: str) -> Quantity:
 
 
 def _words(quantity: str) -> str:
-    return _shown(quantity).label.strip()
+    for kind in kinds().values():
+        names = [one.name for one in kind.quantities]
+        if quantity in names:
+            return _alone([one.label for one in kind.quantities])[names.index(quantity)]
+    return _shown(quantity).label
+
+
+def _compared(report: Report[Any]) -> list[tuple[str, str, str, str]]:
+    rows = compared(report)
+    names = _alone([row[0] for row in rows])
+    return [(name, *row[1:]) for name, row in zip(names, rows, strict=True)]
+
+
+def _alone(labels: Sequence[str]) -> list[str]:
+    """Labels of a table's rows that can stand alone: an indented one names what it belongs to."""
+    whole, outcome = "", []
+    for label in labels:
+        if not label.startswith(" "):
+            whole = label.partition(",")[0].partition(" (")[0]
+        outcome.append(f"{whole}, {label.strip()}" if label.startswith(" ") else label)
+    return outcome
 
 
 def machine() -> dict[str, Any]:
@@ -185,8 +196,7 @@ def machine() -> dict[str, Any]:
         error = ""
     except ShoalError as cause:
         loaded, error = None, str(cause)
-    chart = None if loaded is None else charts.of_machine(loaded)
-    return {"machine": loaded, "error": error, "chart": chart, "described": names()}
+    return {"machine": loaded, "error": error, "described": names()}
 
 
 def run(runs: Runs, found: RunStatus) -> dict[str, Any]:
@@ -207,13 +217,13 @@ def run(runs: Runs, found: RunStatus) -> dict[str, Any]:
         "left_s": left if left is not None and math.isfinite(left) else None,
         "start": events.start,
         "resumed": max(0, events.starts - 1),
-        "charts": charts.of_run(events, plan_.value),
+        "rows": _rows(events),
         "saves": (saves := checkpoints(entry.path, events)),
         "pictures": [one for one in (heat_of(saves), stalls_of(saves)) if one is not None],
         "newest": (newest := saves[0].save if saves else None),
         "slowest": {} if newest is None else slowest(newest),
         "plan": plan_.value,
-        "compared": [] if report.value is None else compared(_so_far(report.value, found.live)),
+        "compared": [] if report.value is None else _compared(_so_far(report.value, found.live)),
         "troubles": _troubles(found, events, plan_.error or report.error),
         "sample": events.sample,
         "files": _files(entry.path),
@@ -221,6 +231,18 @@ def run(runs: Runs, found: RunStatus) -> dict[str, Any]:
     }
 
 
+def _rows(events: Events) -> list[dict[str, float | None]]:
+    """Some steps of a run with what they report, the last one among them."""
+    steps = sorted(events.steps)
+    every = math.ceil(len(steps) / _MOST_ROWS) or 1
+    return [
+        {"step": step, **{key: finite(events.steps[step].get(key)) for key in _LAST}}
+        for step in steps[::-1][::every][::-1]
+    ]
+
+
+# Rows of the table beside the charts of a run.
+_MOST_ROWS = 12
 _LAST = ("loss", "tokens_per_s", "mfu", "memory_bytes", "step_s", "lr", "grad_norm")
 
 
@@ -237,32 +259,15 @@ def _troubles(found: RunStatus, events: Events, error: str) -> list[str]:
     notes = [error] if error else []
     root = found.entry.path
     if root is not None and not root.is_dir():
-        notes.append(f"the directory {root} is gone; what the score has kept of it is shown")
+        notes.append(f"the directory {root} does not exist any more; the stored score is shown")
     if events.skipped_lines:
-        notes.append(f"{events.skipped_lines} lines of its events are no events and were left out")
+        notes.append(f"{events.skipped_lines} invalid lines of its events were skipped")
     if events.shortened:
-        notes.append("its events are very many; only the newest are drawn")
+        notes.append("it has too many events; only the newest are shown")
     if found.state == "failed" and root is not None:
-        notes.append("it ended without saying so: its ranks were killed, or failed")
-        notes += _rank_errors(root / "ranks")
+        notes.append("it ended unexpectedly: its ranks were killed, or failed")
+        notes += rank_errors(root)
     return notes
-
-
-def _rank_errors(ranks: Path) -> list[str]:
-    if ranks.is_symlink() or not ranks.is_dir():
-        return []
-    errors = []
-    for path in sorted(ranks.glob("rank-*.error"))[:8]:
-        file = open_inside(ranks, path.name)
-        if file is None:
-            continue
-        with file:
-            raw = file.read(65536)
-        try:
-            errors.append(f"{path.stem}: {json.loads(raw)['message']}")
-        except (ValueError, KeyError, TypeError):
-            errors.append(f"{path.stem}: its error cannot be read")
-    return errors
 
 
 def _files(root: Path | None) -> list[str]:
@@ -283,7 +288,6 @@ class PlanRow:
 
     Args:
         href: where it is shown.
-        name: of its job.
         plan: itself; None when it cannot be read.
         error: why not.
         state: of the run that it is of; empty for a file.
@@ -383,12 +387,6 @@ def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
     """Every prediction beside what was measured."""
     rows = runs.score().rows(jobs=False, scored=True)
     errors = _errors(summarise(rows))
-    drawn = []
-    for one in errors[:6]:
-        shown_as = _shown(one.quantity)
-        label = ", ".join(filter(None, (shown_as.label.strip(), shown_as.unit)))
-        chart = charts.of_score(rows, one.quantity, label, shown_as.factor)
-        drawn += [] if chart is None else [chart]
     wanted = [row for row in rows if quantity in ("", row.quantity)][::-1]
     pager = Pager.of(len(wanted), page, size, "/score", {"quantity": quantity})
     shown = []
@@ -401,7 +399,7 @@ def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
                 row.recorded_s,
                 row.name,
                 row.model,
-                shown_as.label.strip(),
+                _words(row.quantity),
                 row.predicted * shown_as.factor,
                 row.measured * shown_as.factor,
                 shown_as.unit,
@@ -411,7 +409,6 @@ def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
         )
     return {
         "errors": errors,
-        "charts": drawn,
         "rows": shown,
         "pager": pager,
         "quantity": quantity,
@@ -419,12 +416,22 @@ def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
     }
 
 
+def score_charts(runs: Runs) -> list[Chart]:
+    """Measured against predicted, of the first quantities that have predictions."""
+    rows = runs.score().rows(jobs=False, scored=True)
+    drawn = []
+    for one in _errors(summarise(rows))[:6]:
+        shown_as = _shown(one.quantity)
+        label = ", ".join(filter(None, (_words(one.quantity), shown_as.unit)))
+        drawn.append(charts.of_score(rows, one.quantity, label, shown_as.factor))
+    return [chart for chart in drawn if chart is not None]
+
+
 def server(watch: Watch) -> dict[str, Any]:
     """How the server is now, and how it was in the last minutes."""
     health, moments = watch.look()
-    drawn = charts.of_server(moments)
-    any_ = any(chart is not None for _, chart in drawn)
-    return {"health": health, "charts": drawn if any_ else [], "window": round(WINDOW_S)}
+    drawn = any(one.values for one in moments)
+    return {"health": health, "drawn": drawn, "window": round(WINDOW_S)}
 
 
 # The gallery's pages, at the dashboard's addresses.
@@ -450,15 +457,6 @@ def papers(results: Path) -> tuple[Paper, ...]:
 @functools.lru_cache(maxsize=4)
 def _papers(results: Path, _seen: tuple[tuple[str, int, int], ...]) -> tuple[Paper, ...]:
     return tuple(index_rows(results))
-
-
-def _counted(found: Sequence[Paper]) -> list[tuple[str, int, str]]:
-    """How many papers have each status that occurs, and where they are listed."""
-    return [
-        (name, count, PLACES.of_group("status", name))
-        for name, count in counts(found).items()
-        if count
-    ]
 
 
 def group(

@@ -14,8 +14,6 @@ from typing import Any
 from shoal.core.errors import ServeError
 from shoal.serve.watch.upstream import Upstream
 
-__all__ = ["ViewBlock", "WorkerRow", "WorkerSession", "inspect", "read"]
-
 # What a block is -> its words, and its class in the style sheet.
 KINDS = {
     "prompt": ("prompt and finished steps", "hw-common"),
@@ -107,7 +105,7 @@ class WorkerSession:
 
 def _box(block: ViewBlock, x: float, width: float, y: int) -> str:
     owner = f" of {block.owner}" if block.owner and not block.own else ""
-    seen = "shared" if block.shared else "seen by nobody else"
+    seen = "shared" if block.shared else "visible to no other worker"
     text = f"{block.words}{owner}: from {block.offset}, {block.length} tokens, {seen}"
     inside = ""
     if width > 7.5 * len(block.owner) + 8:
@@ -127,7 +125,7 @@ def read(text: str) -> tuple[WorkerSession, ...]:
     try:
         return tuple(_sessions(json.loads(text)["data"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
-        raise ServeError("the server tells no views of workers; is it shoal serve?") from cause
+        raise ServeError("the server has no views of workers; is it shoal serve?") from cause
 
 
 def _sessions(data: Sequence[Any]) -> Iterator[WorkerSession]:

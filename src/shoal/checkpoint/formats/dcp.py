@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.checkpoint.common import box_of, no_tensor, places
 from shoal.checkpoint.formats import pickles
 from shoal.checkpoint.formats.dcp_metadata import (
     METADATA,
@@ -25,7 +26,7 @@ from shoal.checkpoint.formats.dcp_metadata import (
 from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.protocols import RankLayout
 from shoal.core.boxes import Box
-from shoal.core.errors import CheckpointError, CorruptError, nearest, require
+from shoal.core.errors import CheckpointError, CorruptError
 from shoal.core.files import write_dir_atomic
 from shoal.core.parts import part
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.formats.protocols import Contents
     from shoal.checkpoint.universal.spec import UniversalSpec
-
-__all__ = ["DcpContents", "DcpFormat"]
 
 _STATE = "optimizer.state."
 _META = "shoal"
@@ -46,9 +45,6 @@ class DcpContents:
 
     Names are those of torch's own state dicts: ``model.NAME`` and ``optimizer.state.NAME.KEY``;
     tensors that lie beside them are taken for weights.
-
-    Args:
-        path: its directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,9 +54,7 @@ class DcpContents:
         self._others = index.others
         self.meta: dict[str, Any] = {}
         if _META in index.others:
-            text = self._object(_META, index.others[_META])
-            if isinstance(text, str):
-                self.meta = _json(text, path)
+            self.meta = pickles.own_description(self._object(_META, index.others[_META]), path)
         self._last: tuple[DcpLocation, Tensor] | None = None
 
     @property
@@ -69,11 +63,9 @@ class DcpContents:
         return int(self.meta.get("step", 0))
 
     def names(self) -> list[str]:
-        """Every tensor."""
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a tensor."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> str:
@@ -82,8 +74,7 @@ class DcpContents:
 
     def where(self, name: str) -> str:
         """The first of its files."""
-        files = sorted({place.file for _, place in self._entry(name).pieces})
-        return files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+        return places(sorted({place.file for _, place in self._entry(name).pieces}))
 
     def tensor(
         self,
@@ -91,22 +82,12 @@ class DcpContents:
         offset: tuple[int, ...] | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """A box of a tensor, from the pieces that hold it."""
         import torch
 
         from shoal.checkpoint.pieces import TORCH_NAMES
 
         entry = self._entry(name)
-        start = tuple(offset) if offset is not None else (0,) * len(entry.shape)
-        rest = tuple(n - o for n, o in zip(entry.shape, start, strict=False))
-        box = Box(start, tuple(shape) if shape is not None else rest)
-        require(
-            box.inside(entry.shape),
-            f"{self.path}: tensor {name!r}",
-            str(box),
-            expected=f"a box of the whole shape {list(entry.shape)}",
-            error=CheckpointError,
-        )
+        box = box_of(self.path, name, entry.shape, offset, shape)
         out = torch.empty(box.shape, dtype=getattr(torch, TORCH_NAMES[entry.dtype]))
         for piece, place in entry.pieces:
             common = piece.intersect(box)
@@ -123,7 +104,8 @@ class DcpContents:
                         bad = archive.testzip()
                     if bad is not None:
                         yield (
-                            f"{self.path / place.file}: {name} is not what was written (CRC-32 of "
+                            f"{self.path / place.file}: {name} has changed since it was written "
+                            f"(CRC-32 of "
                             f"{bad} differs)"
                         )
                         continue
@@ -133,10 +115,7 @@ class DcpContents:
 
     def _entry(self, name: str) -> DcpTensor:
         if name not in self._tensors:
-            hint = nearest(name, self._tensors)
-            raise CheckpointError(
-                f"{self.path}: holds no tensor {name!r}; " + (hint or "see shoal model ls")
-            )
+            raise CheckpointError(no_tensor(self.path, name, self._tensors))
         return self._tensors[name]
 
     def _bytes(self, name: str, place: DcpLocation) -> io.BytesIO:
@@ -208,11 +187,3 @@ def _ours(name: str) -> str:
     if name.startswith(_STATE):
         return OPTIMIZER + name.removeprefix(_STATE)
     return name if name.startswith((MODEL, OPTIMIZER)) else MODEL + name
-
-
-def _json(text: str, path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except ValueError:
-        raise CorruptError(f"{path}: its own description is not JSON; it is damaged") from None
-    return dict(data) if isinstance(data, dict) else {}

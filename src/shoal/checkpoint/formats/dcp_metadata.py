@@ -14,30 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from shoal.checkpoint.pieces import DTYPE_NAMES
 from shoal.core.boxes import Box, uncovered
 from shoal.core.errors import CheckpointError, CorruptError
 from shoal.core.safetensors_header import ITEM_BYTES
 
-__all__ = ["METADATA", "DcpIndex", "DcpLocation", "DcpTensor", "read_metadata"]
-
 METADATA = ".metadata"
 _MAX_BYTES = 2**28
-
-# torch's spelling of a dtype -> that of safetensors.
-DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-}
 
 
 class _Record:
@@ -101,14 +84,14 @@ class _Restricted(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in DTYPES:
+        if module == "torch" and name in DTYPE_NAMES:
             return name
         try:
             return _KNOWN[module, name]
         except KeyError:
             raise CheckpointError(
                 f"{self._path}: names {module}.{name}, which no metadata of a torch.distributed "
-                "checkpoint has and which could run code; refused, and nothing of it was run"
+                "checkpoint has and which could run code; refused and not executed"
             ) from None
 
     def persistent_load(self, pid: Any) -> NoReturn:
@@ -119,9 +102,7 @@ class DcpLocation(NamedTuple):
     """Where a stored piece lies.
 
     Args:
-        file: name of the file.
         offset: bytes before it.
-        length: its bytes.
     """
 
     file: str
@@ -165,7 +146,7 @@ def read_metadata(path: Path) -> DcpIndex:
     """
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise CorruptError(f"{path}: larger than {_MAX_BYTES} bytes; that is no metadata")
+            raise CorruptError(f"{path}: larger than {_MAX_BYTES} bytes, too large for metadata")
         data = path.read_bytes()
     except OSError as cause:
         raise CheckpointError(f"{path}: cannot be read ({cause.strerror or cause})") from cause
@@ -177,7 +158,7 @@ def read_metadata(path: Path) -> DcpIndex:
     except Exception as cause:  # whatever an unpickler raises on arbitrary bytes
         raise CorruptError(
             f"{path}: no metadata of a torch.distributed checkpoint ({type(cause).__name__}); it "
-            "is cut or damaged; copy it again"
+            f"is truncated or damaged; copy it again"
         ) from None
 
 
@@ -225,12 +206,12 @@ def _tensor(
         if place is None or not box.inside(shape):
             raise CorruptError(f"{path}: tensor {name!r}: the piece {box} lies in no file")
         pieces.append((box, place))
-    if dtype not in DTYPES or DTYPES[dtype] not in ITEM_BYTES:
+    if dtype not in DTYPE_NAMES or DTYPE_NAMES[dtype] not in ITEM_BYTES:
         raise CheckpointError(f"{path}: tensor {name!r} is of the dtype {dtype}, not read here")
     missing = uncovered(Box.whole(shape), (box for box, _ in pieces))
     if missing:
-        raise CorruptError(f"{path}: tensor {name!r}: nobody holds the elements {missing[0]}")
-    return DcpTensor(DTYPES[dtype], shape, tuple(pieces))
+        raise CorruptError(f"{path}: tensor {name!r}: no rank has the elements {missing[0]}")
+    return DcpTensor(DTYPE_NAMES[dtype], shape, tuple(pieces))
 
 
 def _shape(value: Any) -> tuple[int, ...]:

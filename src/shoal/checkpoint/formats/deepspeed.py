@@ -7,7 +7,6 @@ rank would read.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from shoal.checkpoint.formats.deepspeed_files import (
     step_folder,
 )
 from shoal.checkpoint.formats.huggingface import model_of
-from shoal.checkpoint.formats.ranks import FileOf, dump_problems, open_consolidated
+from shoal.checkpoint.formats.ranks import FileOf, RankFormat
 from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.generate import local_of, read_local, stage_names
 from shoal.checkpoint.universal.protocols import FP32, Coord, Fragment, RankFile, RankLayout, Scalar
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.checkpoint.formats.protocols import Contents
-
-__all__ = ["DeepSpeedDumps", "DeepSpeedFormat"]
 
 # What DeepSpeed itself keeps of how fragments combine.
 _INFO = "universal_checkpoint_info"
@@ -87,7 +84,7 @@ class DeepSpeedDumps:
         if not isinstance(first, Mapping):
             raise CorruptError(f"{self.path}: its model files hold no mapping")
         self._info = first.get(_INFO)
-        self._own = _own(first, self.path)
+        self._own = pickles.own_description(first.get("shoal"), self.path)
         self.layout = _layout(first, self._own, self.path)
         self.meta: dict[str, Any] = dict(self._own.get("meta", {}))
         self.meta.setdefault("step", int(first.get("global_steps") or 0))
@@ -154,7 +151,7 @@ class DeepSpeedDumps:
 
 
 @part
-class DeepSpeedFormat:
+class DeepSpeedFormat(RankFormat):
     """Rank files with flat buffers, as DeepSpeed names and fills them.
 
     Args:
@@ -163,26 +160,11 @@ class DeepSpeedFormat:
 
     zero: Annotated[int, Ge(1), Le(3)] = 1
 
-    def holds(self, path: Path) -> bool:
-        """Rank files, or the name of a directory of them."""
-        try:
-            folder = _folder(path)
-        except CheckpointError:
-            return False
-        return any(STATES.match(file.name) for file in folder.iterdir())
+    def marked(self, path: Path) -> bool:
+        return any(STATES.match(file.name) for file in _folder(path).iterdir())
 
     def dumps(self, path: Path) -> DeepSpeedDumps:
-        """The rank files, as they lie."""
         return DeepSpeedDumps(path)
-
-    def open(self, path: Path, *, spec: UniversalSpec | None = None) -> Contents:
-        """Put together what the ranks wrote, beside them, and open that."""
-        return open_consolidated(DeepSpeedDumps(path), spec)
-
-    def problems(self, path: Path) -> Iterator[str]:
-        """Missing files, and files that differ from their checksums."""
-        dumps = DeepSpeedDumps(path)
-        yield from dump_problems(dumps, dumps.paths())
 
     def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:
         """Every rank's files for ``mesh``."""
@@ -310,17 +292,6 @@ def _folder(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory; give a global_stepN directory")
     return path
-
-
-def _own(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    text = first.get("shoal")
-    if not isinstance(text, str):
-        return {}
-    try:
-        data = json.loads(text)
-    except ValueError:
-        raise CorruptError(f"{path}: its own description is not JSON; it is damaged") from None
-    return dict(data)
 
 
 def _layout(first: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> RankLayout:

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.engine import ParallelEngine
 
-__all__ = ["dump", "layout_of"]
-
 _TAG = "global_step"
 
 State = Mapping[str, Mapping[str, "Tensor"]]

@@ -29,23 +29,6 @@ from shoal.checkpoint.universal.protocols import FP32, Coord, RankLayout, Shape
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "OPTIM",
-    "STATES",
-    "BufferSlice",
-    "Group",
-    "flat_share",
-    "flat_slices",
-    "group_of",
-    "layer_files",
-    "model_file",
-    "model_states",
-    "mp_rank",
-    "optim_file",
-    "optim_states",
-    "step_folder",
-]
-
 OPTIM = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 STATES = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 # NCCL wants slices of whole words; DeepSpeed pads a group to this times the dp ranks.
@@ -70,7 +53,6 @@ class BufferSlice:
         shape: of this model-parallel rank's whole tensor.
         start: first element of the run in there.
         tensors: ``fp32``, ``exp_avg`` ... -> the elements, flat; all of one length.
-        scalars: numbers such as the step.
     """
 
     name: str

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from shoal.checkpoint.common import box_of, model_entry, no_tensor
+from shoal.checkpoint.pieces import DTYPE_NAMES, DTYPES
 from shoal.checkpoint.store import MODEL
 from shoal.checkpoint.universal.protocols import RankLayout
 from shoal.core.boxes import Box
@@ -20,9 +22,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.formats.protocols import Contents
     from shoal.checkpoint.universal.spec import UniversalSpec
 
-__all__ = ["HuggingFaceFormat", "model_of"]
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -34,11 +33,7 @@ def model_of(contents: Contents) -> Any:
     """
     from shoal.model.config import ModelConfig
 
-    raw = contents.meta.get("model")
-    if not isinstance(raw, dict):
-        raise CheckpointError(
-            f"{contents.path}: does not say which model it is of; it was not saved by training here"
-        )
+    raw = model_entry(contents.path, contents.meta)
     return parse(ModelConfig, raw, where=f"{contents.path}: model")
 
 
@@ -66,7 +61,7 @@ class _Plain:
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._shapes:
-            raise CheckpointError(f"{self.path}: holds no tensor {name!r}; see shoal model ls")
+            raise CheckpointError(no_tensor(self.path, name, self._shapes))
         return self._shapes[name]
 
     def dtype(self, name: str) -> str:
@@ -90,17 +85,17 @@ class _Plain:
         for piece in self._pieces[name.removeprefix(MODEL)]:
             with safe_open(self._files[piece.name], framework="pt") as file:
                 runs.append(file.get_tensor(piece.name).reshape(-1))
-        return box_of(torch.cat(runs).view(whole), offset, shape)
+        return self._box(name, torch.cat(runs).view(whole), offset, shape)
 
-
-def box_of(whole: Tensor, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None) -> Tensor:
-    """A box of a tensor that is there whole."""
-    start = tuple(offset) if offset is not None else (0,) * whole.dim()
-    size = tuple(n - o for n, o in zip(whole.shape, start, strict=True))
-    box = Box(start, tuple(shape) if shape is not None else size)
-    if not box.inside(tuple(whole.shape)):
-        raise CheckpointError(f"{box}: no box of a tensor of the shape {list(whole.shape)}")
-    return whole[box.slices(Box.whole(tuple(whole.shape)))]
+    def _box(
+        self,
+        name: str,
+        whole: Tensor,
+        offset: tuple[int, ...] | None,
+        shape: tuple[int, ...] | None,
+    ) -> Tensor:
+        size = tuple(whole.shape)
+        return whole[box_of(self.path, name, size, offset, shape).slices(Box.whole(size))]
 
 
 class _Loaded(_Plain):
@@ -116,11 +111,8 @@ class _Loaded(_Plain):
         self._shapes = {name: tuple(value.shape) for name, value in self._values.items()}
 
     def dtype(self, name: str) -> str:
-        from shoal.checkpoint.pieces import TORCH_NAMES
-
         self.shape(name)
-        spelled = str(self._values[name].dtype).removeprefix("torch.")
-        return next(ours for ours, theirs in TORCH_NAMES.items() if theirs == spelled)
+        return DTYPE_NAMES[str(self._values[name].dtype).removeprefix("torch.")]
 
     def where(self, name: str) -> str:
         return self.path.name
@@ -132,7 +124,7 @@ class _Loaded(_Plain):
         shape: tuple[int, ...] | None = None,
     ) -> Tensor:
         self.shape(name)
-        return box_of(self._values[name], offset, shape)
+        return self._box(name, self._values[name], offset, shape)
 
 
 @part
@@ -175,7 +167,7 @@ class HuggingFaceFormat:
         from shoal.model import huggingface
 
         config = model_of(contents)
-        kind = getattr(torch, _DTYPES[self.dtype]) if self.dtype else None
+        kind = getattr(torch, DTYPES[self.dtype]) if self.dtype else None
         state = {
             name.removeprefix(MODEL): contents.tensor(name).to(dtype=kind)
             for name in contents.names()

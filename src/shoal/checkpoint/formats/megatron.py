@@ -28,13 +28,13 @@ from annotated_types import Ge
 from shoal.checkpoint.formats import pickles
 from shoal.checkpoint.formats.huggingface import model_of
 from shoal.checkpoint.formats.megatron_names import config_of, from_megatron, to_megatron
-from shoal.checkpoint.formats.ranks import FileOf, dump_problems, open_consolidated
+from shoal.checkpoint.formats.ranks import FileOf, RankFormat
 from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.generate import local_of, read_local, stage_names
 from shoal.checkpoint.universal.protocols import FP32, Coord, Fragment, RankFile, RankLayout, Scalar
 from shoal.checkpoint.universal.spec import UniversalSpec, default_spec
 from shoal.core.config import parse
-from shoal.core.errors import CheckpointError, CorruptError, require
+from shoal.core.errors import CheckpointError, require
 from shoal.core.files import write_atomic, write_dir_atomic
 from shoal.core.parts import part
 
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.formats.protocols import Contents
     from shoal.model.config import ModelConfig
-
-__all__ = ["MegatronDumps", "MegatronFormat"]
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
@@ -82,7 +80,7 @@ class MegatronDumps:
         }
         seen = {axis: 1 + max(getattr(at, axis) for at in self._files) for axis in sizes}
         self.layout = RankLayout(**{axis: sizes[axis] or seen[axis] for axis in sizes})
-        own = _own(first, self.path)
+        own = pickles.own_description(first.get("shoal"), self.path)
         self.meta: dict[str, Any] = dict(own.get("meta", {}))
         self.meta.setdefault("step", int(first.get("iteration") or 0))
         self.config = self._config(first, args)
@@ -161,7 +159,7 @@ class MegatronDumps:
 
 
 @part
-class MegatronFormat:
+class MegatronFormat(RankFormat):
     """Files of tensor-, pipeline- and expert-parallel ranks, as Megatron Core names them.
 
     Args:
@@ -170,26 +168,11 @@ class MegatronFormat:
 
     multiple: Annotated[int, Ge(1)] = 128
 
-    def holds(self, path: Path) -> bool:
-        """Rank directories, or the number of an iteration."""
-        try:
-            folder = _folder(path)
-        except CheckpointError:
-            return False
-        return any((place / _FILE).is_file() for place in folder.glob("mp_rank_*"))
+    def marked(self, path: Path) -> bool:
+        return any((place / _FILE).is_file() for place in _folder(path).glob("mp_rank_*"))
 
     def dumps(self, path: Path) -> MegatronDumps:
-        """The rank files, as they lie."""
         return MegatronDumps(path)
-
-    def open(self, path: Path, *, spec: UniversalSpec | None = None) -> Contents:
-        """Put together what the ranks wrote, beside them, and open that."""
-        return open_consolidated(MegatronDumps(path), spec)
-
-    def problems(self, path: Path) -> Iterator[str]:
-        """Missing files, and files that differ from their checksums."""
-        dumps = MegatronDumps(path)
-        yield from dump_problems(dumps, dumps.paths())
 
     def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:
         """A file for every rank of ``mesh``; the dp ranks hold copies, of which none is written."""
@@ -349,13 +332,3 @@ def _rank_file(path: Path) -> dict[str, Any]:
             f"{path}: saved by a Megatron before its core; save it again with Megatron Core"
         )
     return content
-
-
-def _own(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    text = first.get("shoal")
-    if not isinstance(text, str):
-        return {}
-    try:
-        return dict(json.loads(text))
-    except ValueError:
-        raise CorruptError(f"{path}: its own description is not JSON; it is damaged") from None

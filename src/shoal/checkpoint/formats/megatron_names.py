@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from shoal.model.config import ModelConfig
 
-__all__ = ["config_of", "from_megatron", "grouped", "to_megatron", "ungrouped"]
-
 # Ours -> theirs, behind the number of the layer.
 _LAYER = {
     "attention_norm.weight": "input_layernorm.weight",

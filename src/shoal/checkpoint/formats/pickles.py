@@ -8,6 +8,7 @@ the archive is held against its own directory, so a cut file says so.
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import re
 import threading
@@ -18,8 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.errors import CheckpointError, CorruptError
-
-__all__ = ["Address", "Namespace", "load", "problems", "read"]
 
 # Torch keeps its list of allowed classes for the whole process.
 _LOCK = threading.Lock()
@@ -72,7 +71,7 @@ def read(source: Path | io.BytesIO, where: str, *, mmap: bool = False) -> Any:
     except pickle.UnpicklingError as cause:
         raise CheckpointError(
             f"{where}: holds {_named(cause)}, which is neither a tensor nor plain data and could "
-            "run code; nothing of it was run; save it again without such objects"
+            f"run code; it was not executed; save the file again without such objects"
         ) from None
     except (
         RuntimeError,
@@ -85,8 +84,21 @@ def read(source: Path | io.BytesIO, where: str, *, mmap: bool = False) -> Any:
     ) as cause:
         raise CorruptError(
             f"{where}: cannot be read ({(str(cause) or type(cause).__name__).splitlines()[0][:120]}"
-            "); it is cut or damaged; copy it again"
+            "); it is truncated or damaged; copy it again"
         ) from None
+
+
+def own_description(text: Any, path: Path) -> dict[str, Any]:
+    """What we keep of a checkpoint, as JSON, in files of another format; empty where there is none.
+
+    Raises:
+        CorruptError: it is not JSON.
+    """
+    try:
+        data = json.loads(text) if isinstance(text, str) else {}
+    except ValueError:
+        raise CorruptError(f"{path}: its own description is not JSON; it is damaged") from None
+    return dict(data) if isinstance(data, dict) else {}
 
 
 def problems(path: Path) -> Iterator[str]:
@@ -96,7 +108,7 @@ def problems(path: Path) -> Iterator[str]:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
         if bad is not None:
-            yield f"{path}: {bad} is not what was written (CRC-32 differs)"
+            yield f"{path}: {bad} has changed since it was written (CRC-32 differs)"
     except CorruptError as cause:
         yield str(cause)
     except (zipfile.BadZipFile, OSError, EOFError) as cause:
@@ -117,8 +129,8 @@ def _archive(path: Path) -> None:
         ) from None
     if packed:
         raise CorruptError(
-            f"{path}: {packed[0]} is compressed, which torch.save never does; it was made to "
-            "mislead; copy it from where it was saved"
+            f"{path}: {packed[0]} is compressed, which torch.save never does; it may have been "
+            f"manipulated; copy it again from its source"
         )
 
 

@@ -12,8 +12,6 @@ from shoal.checkpoint.universal.protocols import RankLayout
 if TYPE_CHECKING:
     from shoal.checkpoint.universal.spec import UniversalSpec
 
-__all__ = ["CheckpointFormat", "Contents"]
-
 
 class Contents(ReadableCheckpoint, Protocol):
     """A checkpoint of whole tensors: weights as ``model.NAME``, state as ``optimizer.NAME.KEY``.
@@ -24,15 +22,12 @@ class Contents(ReadableCheckpoint, Protocol):
     @property
     def meta(self) -> dict[str, Any]:
         """What is kept beside the tensors: ``model``, ``run``, ``job`` where it is our own."""
-        ...
 
     def dtype(self, name: str) -> str:
         """Stored dtype of a tensor, as safetensors names it."""
-        ...
 
     def where(self, name: str) -> str:
         """The file in which it lies, for listings."""
-        ...
 
 
 class CheckpointFormat(Protocol):
@@ -40,7 +35,6 @@ class CheckpointFormat(Protocol):
 
     def holds(self, path: Path) -> bool:
         """Whether ``path`` looks like this format; opens nothing large and never fails."""
-        ...
 
     def open(self, path: Path, *, spec: UniversalSpec | None = None) -> Contents:
         """Open it.
@@ -53,11 +47,9 @@ class CheckpointFormat(Protocol):
             CheckpointError: it cannot be read; says why.
             CorruptError: it is damaged.
         """
-        ...
 
     def problems(self, path: Path) -> Iterator[str]:
         """Everything that is wrong with its bytes, by file."""
-        ...
 
     def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:
         """Write a checkpoint, whole or not at all.
@@ -70,4 +62,3 @@ class CheckpointFormat(Protocol):
         Raises:
             ShoalError: it cannot be written so.
         """
-        ...

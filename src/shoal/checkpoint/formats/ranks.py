@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.checkpoint.formats import pickles
 from shoal.checkpoint.universal.atomic import UniversalCheckpoint
@@ -13,17 +15,13 @@ from shoal.checkpoint.universal.protocols import Fragment, RankDumps, Scalar
 from shoal.checkpoint.universal.spec import UniversalSpec
 from shoal.core.errors import CheckpointError, CorruptError
 
-__all__ = ["FileOf", "archive_problems", "dump_problems", "open_consolidated"]
+if TYPE_CHECKING:
+    from shoal.checkpoint.formats.protocols import Contents
 
 
 @dataclass(frozen=True)
 class FileOf:
-    """See :class:`~shoal.checkpoint.universal.protocols.RankFile`.
-
-    Args:
-        path: where it lies.
-        read: gives its contents.
-    """
+    """See :class:`~shoal.checkpoint.universal.protocols.RankFile`."""
 
     path: Path
     read: Callable[[Path], Iterator[Fragment | Scalar]]
@@ -45,21 +43,38 @@ class FileOf:
             ) from None
 
 
-def open_consolidated(dumps: RankDumps, spec: UniversalSpec | None) -> UniversalCheckpoint:
-    """Rank files as whole tensors: put together now, or found beside them."""
-    return UniversalCheckpoint(consolidate(dumps, spec=spec))
+class RankFormat:
+    """Base of the formats in which every rank wrote its own part; they are opened as universal."""
 
+    @abstractmethod
+    def dumps(self, path: Path) -> RankDumps:
+        """The rank files, as they lie."""
 
-def dump_problems(dumps: RankDumps, paths: Sequence[Path]) -> Iterator[str]:
-    """Missing files of ranks, and files that differ from their checksums."""
-    yield from archive_problems(paths)
-    try:
-        dumps.files()
-    except CheckpointError as cause:
-        yield str(cause)
+    @abstractmethod
+    def marked(self, path: Path) -> bool:
+        """Whether rank files lie in a directory, or in the one that it names.
 
+        Raises:
+            CheckpointError: there is no such directory.
+        """
 
-def archive_problems(files: Sequence[Path]) -> Iterator[str]:
-    """What is wrong with files of ``torch.save``."""
-    for file in files:
-        yield from pickles.problems(file)
+    def holds(self, path: Path) -> bool:
+        """Rank files, or the name of a directory of them."""
+        try:
+            return self.marked(path)
+        except CheckpointError:
+            return False
+
+    def open(self, path: Path, *, spec: UniversalSpec | None = None) -> Contents:
+        """Whole tensors: put together now and kept beside the files, or found there."""
+        return UniversalCheckpoint(consolidate(self.dumps(path), spec=spec))
+
+    def problems(self, path: Path) -> Iterator[str]:
+        """Missing files, and files that differ from their checksums."""
+        dumps = self.dumps(path)
+        for file in dumps.paths():
+            yield from pickles.problems(file)
+        try:
+            dumps.files()
+        except CheckpointError as cause:
+            yield str(cause)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.branches import branches, place_of
+from shoal.checkpoint.common import places
 from shoal.checkpoint.index import INDEX_NAME
 from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 from shoal.checkpoint.store import Store
@@ -20,14 +21,9 @@ if TYPE_CHECKING:
     from shoal.checkpoint.formats.protocols import Contents
     from shoal.checkpoint.universal.spec import UniversalSpec
 
-__all__ = ["ShoalContents", "ShoalFormat"]
-
 
 class ShoalContents:
     """A saved step as contents of a format.
-
-    Args:
-        saved: the step.
 
     Attributes:
         saved: the same, for loading much at once.
@@ -42,18 +38,14 @@ class ShoalContents:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What was kept beside the tensors."""
         return self.saved.meta
 
     def dtype(self, name: str) -> str:
-        """As stored."""
         self.saved.shape(name)
         return self.saved.index.tensors[name].dtype
 
     def where(self, name: str) -> str:
-        """The first of its files."""
-        files = self.saved.index.tensors[name].files
-        return files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+        return places(self.saved.index.tensors[name].files)
 
     def tensor(
         self,
@@ -80,7 +72,7 @@ class ShoalFormat:
         return ShoalContents(SavedCheckpoint(_step(path)))
 
     def problems(self, path: Path) -> Iterator[str]:
-        """Every piece that is not what was written."""
+        """Every piece that has changed since it was written."""
         yield from SavedCheckpoint(_step(path)).problems()
 
     def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:

@@ -26,23 +26,11 @@ from shoal.ir import Architecture
 if TYPE_CHECKING:
     from shoal.checkpoint.formats.protocols import CheckpointFormat, Contents
 
-__all__ = [
-    "TensorDifference",
-    "convert_any",
-    "differences",
-    "format_of",
-    "is_store",
-    "name_of",
-    "open_any",
-    "transfer",
-]
-
 
 class TensorDifference(Value):
     """One tensor of two checkpoints.
 
     Args:
-        name: its name.
         kind: what differs.
         a: its shape and dtype in the first; empty where it is missing.
         b: the same in the second.

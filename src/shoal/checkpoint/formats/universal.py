@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.formats.protocols import Contents
     from shoal.checkpoint.universal.spec import UniversalSpec
 
-__all__ = ["UniversalFormat"]
-
 
 @part
 class UniversalFormat:
@@ -31,7 +29,7 @@ class UniversalFormat:
         return UniversalCheckpoint(path)
 
     def problems(self, path: Path) -> Iterator[str]:
-        """Every file that is not what was written."""
+        """Every file that has changed since it was written."""
         yield from UniversalCheckpoint(path).problems()
 
     def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:

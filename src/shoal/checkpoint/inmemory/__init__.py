@@ -20,7 +20,7 @@ MEMORY_CODES = PartTable(
         "copies": "shoal.checkpoint.inmemory.copies:ReplicaCode",
     },
     about=(
-        "How the newest state of a run is spread over the memory of several nodes. Chosen by "
+        "How in-memory checkpoints are coded over nodes. Chosen by "
         "the key `checkpoint.memory` of a training job."
     ),
     protocol="shoal.checkpoint.inmemory.protocols:MemoryCode",

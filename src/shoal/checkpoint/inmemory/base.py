@@ -10,8 +10,6 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.sizes import Size
 
-__all__ = ["MemoryCodeBase"]
-
 _MEMBERS = 255
 
 

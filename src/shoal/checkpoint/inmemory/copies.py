@@ -17,8 +17,6 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.field import Bytes
 
-__all__ = ["ReplicaCode"]
-
 
 @part
 class ReplicaCode(MemoryCodeBase):
@@ -50,15 +48,12 @@ class ReplicaCode(MemoryCodeBase):
         )
 
     def data(self, members: int) -> int:
-        """A stripe is one piece."""
         return 1
 
     def parity(self, members: int) -> int:
-        """The copies."""
         return self.copies
 
     def matrix(self, members: int) -> Bytes:
-        """Ones."""
         import numpy as np
 
         return np.ones((1 + self.copies, 1), np.uint8)

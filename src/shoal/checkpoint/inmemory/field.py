@@ -24,16 +24,6 @@ import numpy.typing as npt
 from shoal.core.errors import BuildError, CheckpointError
 from shoal.core.native import build
 
-__all__ = [
-    "PRODUCTS",
-    "Bytes",
-    "add_scaled",
-    "generator_matrix",
-    "invert",
-    "matmul",
-    "native",
-]
-
 Bytes = npt.NDArray[np.uint8]
 
 _POLYNOMIAL = 0x11D

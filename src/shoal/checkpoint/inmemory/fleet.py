@@ -21,8 +21,6 @@ from shoal.core import children
 from shoal.core.errors import CheckpointError, MachineError, RankError
 from shoal.core.files import write_atomic
 
-__all__ = ["Fleet"]
-
 _MODULE = "shoal.checkpoint.inmemory.process"
 
 # s in which a snapshot process must answer while ranks are recovered, and in which what it holds
@@ -172,7 +170,7 @@ class Fleet:
         finally:
             children.kill([process])
         if process.returncode:
-            said = (stderr.strip().splitlines() or ["it said nothing"])[-1]
+            said = (stderr.strip().splitlines() or ["it printed nothing"])[-1]
             raise RankError(f"step {self.members.restore} in memory was not saved: {said}")
 
     def kill(self, ranks: Iterable[int]) -> None:

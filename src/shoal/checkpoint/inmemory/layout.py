@@ -16,8 +16,6 @@ from typing import NamedTuple
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError
 
-__all__ = ["BoxEntry", "BoxSegment", "coding_groups", "group_of", "piece_bytes", "shares"]
-
 _ALIGN = 64
 
 
@@ -29,7 +27,6 @@ class BoxEntry(NamedTuple):
         dtype: as torch spells it, such as float32.
         whole: shape of the tensor.
         offset: where the box begins.
-        shape: of the box.
         nbytes: of the box.
     """
 
@@ -49,7 +46,6 @@ class BoxSegment(Value):
         dtype: as torch spells it.
         whole: shape of the tensor.
         offset: where the box begins.
-        shape: of the box.
         first: first byte of the box that is kept.
         last: one past the last one.
         at: where they begin in the rank's piece.

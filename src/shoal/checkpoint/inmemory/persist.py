@@ -13,8 +13,6 @@ from shoal.checkpoint.inmemory.snapshot import members
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, ShoalError
 
-__all__ = ["main", "persist"]
-
 
 def persist(version: InMemory, store: Store) -> None:
     """Save a version.

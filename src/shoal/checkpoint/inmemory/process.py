@@ -45,8 +45,6 @@ from shoal.core.errors import CheckpointError, RankError, ShoalError, require
 from shoal.core.janitor import leave
 from shoal.machine.host import memory_available
 
-__all__ = ["SnapshotProcess", "VersionSlot", "main"]
-
 # Steps down in the system's order of processes.
 _NICE = 10
 _SLOTS = 2
@@ -76,9 +74,7 @@ class SnapshotProcess:
     """What the process holds, and what it can be asked for.
 
     Args:
-        run: the run it belongs to.
         secret: of the run.
-        rank: whose state it keeps.
     """
 
     def __init__(self, run: str, secret: bytes, rank: int) -> None:
@@ -199,7 +195,7 @@ class SnapshotProcess:
         except OSError as cause:
             os.close(file)
             raise CheckpointError(
-                f"checkpoint.memory: {need} bytes for {_SLOTS} slots cannot be had: {cause}"
+                f"checkpoint.memory: {need} bytes for {_SLOTS} slots cannot be allocated: {cause}"
             ) from cause
         mapped = mmap.mmap(file, need)
         view = np.frombuffer(mapped, np.uint8)
@@ -383,7 +379,7 @@ class SnapshotProcess:
 
     def _opened(self) -> None:
         if self.spec is None:
-            raise CheckpointError("nothing was opened here yet")
+            raise CheckpointError("nothing is open yet")
 
     def _slot(self, step: int) -> VersionSlot:
         for slot in self.slots:

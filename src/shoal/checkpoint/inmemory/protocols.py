@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.field import Bytes
 
-__all__ = ["MemoryCode"]
-
 
 class MemoryCode(Protocol):
     """A part of kind ``memory_code``."""
@@ -32,19 +30,15 @@ class MemoryCode(Protocol):
 
     def check(self, members: int) -> None:
         """Refuse a group of so many members that the code cannot serve."""
-        ...
 
     def data(self, members: int) -> int:
         """Blocks of a stripe that are pieces of the state; a piece has as many."""
-        ...
 
     def parity(self, members: int) -> int:
         """Blocks of a stripe that are computed: how many lost members a group survives."""
-        ...
 
     def matrix(self, members: int) -> Bytes:
         """Rows [data + parity, data]: a stripe's blocks as sums of its first ones.
 
         Any ``data`` of the rows are independent.
         """
-        ...

@@ -24,8 +24,6 @@ from shoal.core.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["InMemory", "RecoveryResult", "SnapshotReader", "recover"]
-
 
 class RecoveryResult(NamedTuple):
     """What a recovery has found.
@@ -56,7 +54,6 @@ class SnapshotReader(Protocol):
 
     def call(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Ask and wait for the answer."""
-        ...
 
 
 def recover(found: Members, asked: Sequence[SnapshotReader]) -> RecoveryResult:
@@ -203,11 +200,9 @@ class InMemory:
                 self._parts.setdefault(segment.name, []).append((rank, segment))
 
     def names(self) -> Collection[str]:
-        """Every tensor's name."""
         return self._parts.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a tensor."""
         return self._of(name)[0][1].whole
 
     def tensor(

@@ -17,8 +17,6 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.field import Bytes
 
-__all__ = ["ReedSolomon"]
-
 
 @part
 class ReedSolomon(MemoryCodeBase):
@@ -52,7 +50,6 @@ class ReedSolomon(MemoryCodeBase):
         return members - self.losses
 
     def parity(self, members: int) -> int:
-        """As many as may be lost."""
         return self.losses
 
     def matrix(self, members: int) -> Bytes:

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.pieces import Piece
     from shoal.core.parts import Choice
 
-__all__ = ["SnapshotCost", "Snapshots", "members"]
-
 # Share of the time until the next settling in which copying has to be through: coding follows.
 _SPREAD = 0.4
 # Smaller pauses than this are not worth waking up for.
@@ -60,7 +58,6 @@ class SnapshotCost(NamedTuple):
     """What one snapshot has cost.
 
     Args:
-        step: which.
         bytes: copied by this rank.
         busy_s: time in which this rank copied.
         copy_s: from its beginning until all was copied, pauses included.
@@ -83,7 +80,6 @@ class _Run(NamedTuple):
         key: name and offset of a box.
         first: byte of the box.
         at: byte of the piece.
-        size: how many.
         block: of the piece.
     """
 
@@ -121,8 +117,6 @@ class Snapshots:
 
     Args:
         found: the snapshot processes.
-        secret: of the run.
-        rank: this rank.
         replicas: ranks that hold the same part of the model, this one among them.
         choice: the code.
         exchange: among the replicas.

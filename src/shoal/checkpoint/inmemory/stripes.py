@@ -21,8 +21,6 @@ from shoal.core.errors import CheckpointError
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.protocols import MemoryCode
 
-__all__ = ["Stripes", "pass_on"]
-
 _ALIGN = 64
 
 
@@ -31,7 +29,6 @@ class Stripes:
     """The stripes of one group.
 
     Args:
-        members: how many.
         data: blocks of a stripe that are of the state.
         parity: blocks of a stripe that are computed.
         matrix: rows [data + parity, data].

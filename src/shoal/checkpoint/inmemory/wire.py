@@ -20,19 +20,6 @@ from typing import Any, Self
 from shoal.core.config import Value
 from shoal.core.errors import CheckpointError, RankError
 
-__all__ = [
-    "ENVIRONMENT",
-    "SECRET",
-    "Members",
-    "SnapshotAddress",
-    "SnapshotClient",
-    "exchange_bytes",
-    "receive",
-    "refuse",
-    "send",
-    "welcome",
-]
-
 ENVIRONMENT = "SHOAL_MEMORY"
 """Variable that names the file of :class:`Members`."""
 SECRET = "SHOAL_MEMORY_SECRET"  # noqa: S105 - the name of a variable
@@ -50,13 +37,7 @@ _AT_ONCE = 2**20
 
 
 class SnapshotAddress(Value):
-    """Where the snapshot process of a rank listens.
-
-    Args:
-        host: its address.
-        port: of TCP.
-        pid: its process.
-    """
+    """Where the snapshot process of a rank listens."""
 
     host: str
     port: int
@@ -148,8 +129,8 @@ def welcome(connection: socket.socket, secret: bytes, run: str) -> None:
     header, _ = receive(connection, most=_MOST_HELLO)
     theirs, proof = str(header.get("nonce")), str(header.get("proof"))
     if not hmac.compare_digest(proof, _sign(secret, "client", run, nonce, theirs)):
-        refuse(connection, "the hello does not prove the secret of this run")
-        raise CheckpointError("somebody without the secret of the run was turned away")
+        refuse(connection, "the handshake does not prove the secret of this run")
+        raise CheckpointError("a connection without the secret of the run was rejected")
     send(connection, {"proof": _sign(secret, "server", run, theirs, nonce)})
     connection.settimeout(None)
 
@@ -175,7 +156,7 @@ def exchange_bytes(
             [before] if len(into) else [], [after] if len(out) else [], [], _SILENT_S
         )
         if not readable and not writable:
-            raise TimeoutError(f"a member of the group gave no sign within {_SILENT_S:g} s")
+            raise TimeoutError(f"a member of the group did not respond within {_SILENT_S:g} s")
         if writable:
             # As much as there is room for: one that waits for more room does not receive.
             with contextlib.suppress(BlockingIOError):

@@ -14,8 +14,6 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.field import Bytes
 
-__all__ = ["Xor"]
-
 
 @part
 class Xor(MemoryCodeBase):
@@ -29,7 +27,6 @@ class Xor(MemoryCodeBase):
         return members - 1
 
     def parity(self, members: int) -> int:
-        """One."""
         return 1
 
     def matrix(self, members: int) -> Bytes:

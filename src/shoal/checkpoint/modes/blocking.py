@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.store import Store
     from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["Blocking"]
-
 
 @part
 class Blocking:
@@ -33,17 +31,11 @@ class Blocking:
         return estimate(seconds_of(work, machine)[1], 0.0)
 
     def build(self, store: Store, peers: Peers, *, device: str = "cpu") -> BlockingSaver:
-        """See :class:`~shoal.checkpoint.protocols.SaveMode`."""
         return BlockingSaver(store, peers)
 
 
 class BlockingSaver:
-    """See :class:`~shoal.checkpoint.protocols.Saver`.
-
-    Args:
-        store: where.
-        peers: the ranks that save together.
-    """
+    """See :class:`~shoal.checkpoint.protocols.Saver`."""
 
     def __init__(self, store: Store, peers: Peers) -> None:
         # Planning asks this module for a price alone, and need not read those.
@@ -57,7 +49,6 @@ class BlockingSaver:
         self._over: list[SaveTicket] = []
 
     def save(self, step: int, pieces: Given, meta: Mapping[str, Any]) -> SaveTicket:
-        """See :class:`~shoal.checkpoint.protocols.Saver`."""
         ticket = SaveTicket(step)
         begin = time.perf_counter()
         planned = self._planner.plan(pieces)
@@ -87,10 +78,8 @@ class BlockingSaver:
         """Nothing is under way."""
 
     def finished(self) -> list[SaveTicket]:
-        """See :class:`~shoal.checkpoint.protocols.Saver`."""
         over, self._over = self._over, []
         return over
 
     def close(self, *, abandon: bool = False) -> None:
-        """See :class:`~shoal.checkpoint.protocols.Saver`."""
         self._session.close()

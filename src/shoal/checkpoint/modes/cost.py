@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from shoal.cost.arithmetic import parameters
+from shoal.cost.price.host_link import copy_bytes_per_s
 from shoal.ir import Estimate, Interval, Machine, Work
-
-__all__ = ["estimate", "saved_bytes", "seconds_of"]
 
 # fp32 weights and two fp32 moments, which AdamW keeps; others keep less.
 _BYTES_OF_PARAMETER = 12.0
 _DISK_RATE = 1e9
-_MEMORY_RATE = 1e10
 _SPREAD = 0.5
 
 
@@ -28,9 +26,7 @@ def seconds_of(work: Work, machine: Machine) -> tuple[float, float]:
     disk = next((t for t in machine.device.memory if t.name == "disk"), None)
     rate = (disk.write_bandwidth if disk is not None else None) or _DISK_RATE
     ranks = min(work.job.parallel.world, max(1, machine.devices_per_node))
-    memory = machine.device.main_memory.read_bandwidth or _MEMORY_RATE
-    # A copy reads and writes.
-    return 2 * size / memory, ranks * size / rate
+    return size / copy_bytes_per_s(machine), ranks * size / rate
 
 
 def estimate(seconds: float, host_bytes: float) -> Estimate:

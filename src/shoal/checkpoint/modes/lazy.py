@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.checkpoint.background import Background
 from shoal.checkpoint.modes.cost import estimate, saved_bytes, seconds_of
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.store import Store
     from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["Lazy"]
-
 # A ring of less than two chunks has nothing to write while it is being filled.
 _LEAST_CHUNKS = 2
 _MARGIN = 1.2
@@ -58,6 +56,7 @@ class Lazy:
             bytes, or by a ``full`` digest, for which training waits.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"saves_behind"})
     host_buffer: Size | None = None
     chunked: bool = True
     watch: Literal["sample", "full"] = "sample"
@@ -77,7 +76,6 @@ class Lazy:
         return estimate(0.01 * seconds_of(work, machine)[0], size)
 
     def build(self, store: Store, peers: Peers, *, device: str = "cpu") -> LazySaver:
-        """See :class:`~shoal.checkpoint.protocols.SaveMode`."""
         return LazySaver(store, peers, self, pinned=device.startswith("cuda"))
 
 
@@ -223,9 +221,6 @@ class LazySaver:
     """See :class:`~shoal.checkpoint.protocols.Saver`.
 
     Args:
-        store: where.
-        peers: the ranks that save together.
-        options: of the mode.
         pinned: tensors lie on a device.
     """
 
@@ -241,7 +236,6 @@ class LazySaver:
         self._copier.start()
 
     def save(self, step: int, pieces: Given, meta: Mapping[str, Any]) -> SaveTicket:
-        """See :class:`~shoal.checkpoint.protocols.Saver`."""
         ticket = SaveTicket(step)
         begin = time.perf_counter()
         plain = plain_meta(meta, step)
@@ -266,16 +260,13 @@ class LazySaver:
         return ticket
 
     def before_update(self, names: Collection[str] | None = None) -> None:
-        """See :class:`~shoal.checkpoint.protocols.Saver`."""
         for capture in self._captures:
             capture.wait(names)
 
     def finished(self) -> list[SaveTicket]:
-        """See :class:`~shoal.checkpoint.protocols.Saver`."""
         return self._background.finished()
 
     def close(self, *, abandon: bool = False) -> None:
-        """See :class:`~shoal.checkpoint.protocols.Saver`."""
         self._background.close(abandon=abandon)
         self._work.put(None)
         if not abandon:

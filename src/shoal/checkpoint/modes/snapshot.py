@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.store import Store
     from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["Snapshot"]
-
 # Training waits, so its cores are free; more than a few do not make memory any faster.
 _THREADS = min(4, os.cpu_count() or 1)
 
@@ -51,6 +49,7 @@ class Snapshot:
             writes.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"saves_behind"})
     pools: Annotated[int, Ge(1)] = 2
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
@@ -58,7 +57,6 @@ class Snapshot:
         return estimate(seconds_of(work, machine)[0], self.pools * saved_bytes(work))
 
     def build(self, store: Store, peers: Peers, *, device: str = "cpu") -> SnapshotSaver:
-        """See :class:`~shoal.checkpoint.protocols.SaveMode`."""
         return SnapshotSaver(store, peers, self.pools, pinned=device.startswith("cuda"))
 
 
@@ -137,8 +135,6 @@ class SnapshotSaver:
     """See :class:`~shoal.checkpoint.protocols.Saver`.
 
     Args:
-        store: where.
-        peers: the ranks that save together.
         pools: saves under way at once.
         pinned: tensors lie on a device.
     """
@@ -151,7 +147,6 @@ class SnapshotSaver:
         self._turn = 0
 
     def save(self, step: int, pieces: Given, meta: Mapping[str, Any]) -> SaveTicket:
-        """See :class:`~shoal.checkpoint.protocols.Saver`; nothing may change until it returns."""
         ticket = SaveTicket(step)
         begin = time.perf_counter()
         plain = plain_meta(meta, step)
@@ -178,10 +173,8 @@ class SnapshotSaver:
         """Everything was copied when ``save`` returned."""
 
     def finished(self) -> list[SaveTicket]:
-        """See :class:`~shoal.checkpoint.protocols.Saver`."""
         return self._background.finished()
 
     def close(self, *, abandon: bool = False) -> None:
-        """See :class:`~shoal.checkpoint.protocols.Saver`."""
         self._background.close(abandon=abandon)
         self._threads.shutdown()

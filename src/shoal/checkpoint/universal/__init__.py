@@ -4,7 +4,7 @@ A rank saves what it holds, in the cheapest form. Later, and only if a user want
 split, the fragments of each parameter are put together by patterns over names.
 
 - ``spec``: the small language: names, and how the fragments of a parameter combine.
-- ``patterns``: the rules themselves, one a file.
+- ``patterns``: the rules themselves.
 - ``extract``: fragments out of rank files. ``union``: fragments to whole parameters.
 - ``atomic``: the result, a directory with a file for each parameter and moment.
 - ``convert``: all of it, once, kept beside the source.
@@ -20,15 +20,15 @@ __all__ = ["PATTERNS"]
 PATTERNS = PartTable(
     "pattern",
     {
-        "unique": "shoal.checkpoint.universal.patterns.unique:UniquePattern",
-        "replicated": "shoal.checkpoint.universal.patterns.replicated:ReplicatedPattern",
-        "average": "shoal.checkpoint.universal.patterns.average:AveragePattern",
+        "unique": "shoal.checkpoint.universal.patterns.whole:UniquePattern",
+        "replicated": "shoal.checkpoint.universal.patterns.whole:ReplicatedPattern",
+        "average": "shoal.checkpoint.universal.patterns.whole:AveragePattern",
         "fragment": "shoal.checkpoint.universal.patterns.fragment:FragmentPattern",
         "fused": "shoal.checkpoint.universal.patterns.fused:FusedPattern",
         "moe": "shoal.checkpoint.universal.patterns.moe:MoePattern",
     },
     about=(
-        "How the fragments that ranks hold of a parameter combine. Chosen by the rules of a "
+        "How the fragments of a parameter on different ranks combine. Chosen by the rules of a "
         "spec, `shoal model convert --spec`."
     ),
     protocol="shoal.checkpoint.universal.protocols:Pattern",

@@ -26,27 +26,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from shoal.checkpoint.saved_checkpoint import differences
+from shoal.checkpoint.common import box_of, no_tensor, require_model
+from shoal.checkpoint.index import digest
 from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.protocols import FP32
 from shoal.core.boxes import Box
 from shoal.core.config import Value, parse
-from shoal.core.errors import CheckpointError, CorruptError, nearest, require
+from shoal.core.errors import CheckpointError, CorruptError
 from shoal.core.files import write_json
 from shoal.core.safetensors_header import encode_header
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
-
-__all__ = [
-    "MANIFEST",
-    "AtomicParameter",
-    "AtomicTensor",
-    "Manifest",
-    "UniversalCheckpoint",
-    "UniversalWriter",
-]
 
 MANIFEST = "universal.json"
 JOB = "job.json"
@@ -62,7 +54,6 @@ class AtomicTensor(Value):
     """One file.
 
     Args:
-        bytes: of the file.
         header: bytes before the elements.
         blocks: SHA-256 of the file's blocks, one after the other.
     """
@@ -90,9 +81,6 @@ class Manifest(Value):
     """What is in a universal checkpoint.
 
     Args:
-        format: the name of the format.
-        version: its version.
-        step: steps done when it was saved.
         block: bytes of a hashed block.
         parameters: name -> parameter.
         tied: name -> name of the parameter that it is the same as.
@@ -191,14 +179,11 @@ class UniversalWriter:
             }
         )
         table = manifest.model_dump(mode="json")
-        write_json(self.place / MANIFEST, {"sha256": _digest(table), **table})
+        write_json(self.place / MANIFEST, {"sha256": digest(table), **table})
 
 
 class UniversalCheckpoint:
     """A universal checkpoint, opened: what training reads, box by box.
-
-    Args:
-        path: its directory.
 
     Raises:
         CheckpointError: there is none, or it is of a newer version.
@@ -215,9 +200,9 @@ class UniversalCheckpoint:
                 f"{self.path}: written in version {table['version']} of the format; this Shoal "
                 f"reads up to {VERSION}; install a newer one"
             )
-        if table.pop("sha256", None) != _digest(table):
+        if table.pop("sha256", None) != digest(table):
             raise CorruptError(
-                f"{self.path / MANIFEST}: its bytes are not those that were written (SHA-256 "
+                f"{self.path / MANIFEST}: its contents have changed since it was written (SHA-256 "
                 "differs); convert the source again"
             )
         self.manifest = parse(Manifest, table, where=str(self.path / MANIFEST))
@@ -225,7 +210,8 @@ class UniversalCheckpoint:
         self.meta: dict[str, Any] = _read(job)
         if hashlib.sha256(job.read_bytes()).hexdigest() != self.manifest.job:
             raise CorruptError(
-                f"{job}: its bytes are not those that were written (SHA-256 differs); convert the "
+                f"{job}: its contents have changed since it was written (SHA-256 differs); "
+                f"convert the "
                 "source again"
             )
         self._verified: set[tuple[str, str, int]] = set()
@@ -250,7 +236,6 @@ class UniversalCheckpoint:
         return names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a tensor; none of a number."""
         parameter, key = self._find(name)
         return () if key in parameter.scalars else parameter.shape
 
@@ -284,16 +269,7 @@ class UniversalCheckpoint:
         if key in parameter.scalars:
             return torch.tensor(parameter.scalars[key], dtype=torch.float32)
         whole = parameter.shape
-        start = tuple(offset) if offset is not None else (0,) * len(whole)
-        rest = tuple(n - o for n, o in zip(whole, start, strict=False))
-        box = Box(start, tuple(shape) if shape is not None else rest)
-        require(
-            box.inside(whole),
-            f"{self.path}: tensor {name!r}",
-            str(box),
-            expected=f"a box of the whole shape {list(whole)}",
-            error=CheckpointError,
-        )
+        box = box_of(self.path, name, whole, offset, shape)
         kept = self._kept(_split(name)[0])
         stored = parameter.tensors[key]
         self._verify_box(kept, key, stored, whole, box)
@@ -301,7 +277,7 @@ class UniversalCheckpoint:
         return torch.from_numpy(elements[box.slices(Box.whole(whole))].copy())
 
     def problems(self) -> Iterator[str]:
-        """Every file that is not what was written."""
+        """Every file that has changed since it was written."""
         for name, parameter in self.manifest.parameters.items():
             for key, stored in parameter.tensors.items():
                 try:
@@ -313,7 +289,7 @@ class UniversalCheckpoint:
         """Hash every file now.
 
         Raises:
-            CorruptError: the first that is not what was written.
+            CorruptError: the first that has changed since it was written.
         """
         for problem in self.problems():
             raise CorruptError(problem)
@@ -324,15 +300,7 @@ class UniversalCheckpoint:
         Raises:
             CheckpointError: names the fields that differ.
         """
-        value = self.meta.get("model")
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{self.path}: does not say which model it is of")
-        different = differences(value, expected)
-        if different:
-            raise CheckpointError(
-                f"{self.path}: a checkpoint of another model: "
-                + ", ".join(f"{key} = {there} there, {here} here" for key, there, here in different)
-            )
+        require_model(self.path, self.meta, expected)
 
     def _kept(self, name: str) -> str:
         return self.manifest.tied.get(name, name)
@@ -341,10 +309,7 @@ class UniversalCheckpoint:
         own, key = _split(name)
         parameter = self.manifest.parameters.get(self._kept(own))
         if parameter is None or not (key in parameter.tensors or key in parameter.scalars):
-            hint = nearest(name, self.names())
-            raise CheckpointError(
-                f"{self.path}: holds no tensor {name!r}; " + (hint or "see shoal model ls")
-            )
+            raise CheckpointError(no_tensor(self.path, name, self.names()))
         return parameter, key
 
     def _file(self, name: str, key: str) -> Path:
@@ -392,7 +357,8 @@ class UniversalCheckpoint:
             result = hashlib.sha256(raw[number * block : (number + 1) * block].data).hexdigest()
             if number >= len(stored.blocks) or result != stored.blocks[number]:
                 raise CorruptError(
-                    f"{self._file(name, key)}: {key} of {name} is not what was written (SHA-256 "
+                    f"{self._file(name, key)}: {key} of {name} has changed since it was written "
+                    f"(SHA-256 "
                     "differs); convert the source again"
                 )
             self._verified.add((name, key, number))
@@ -406,15 +372,10 @@ def _split(name: str) -> tuple[str, str]:
     return name.removeprefix(MODEL), FP32
 
 
-def _digest(table: Mapping[str, Any]) -> str:
-    text = json.dumps(table, sort_keys=True, ensure_ascii=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise CorruptError(f"{path}: larger than {_MAX_BYTES} bytes; that is no index")
+            raise CorruptError(f"{path}: larger than {_MAX_BYTES} bytes, too large for an index")
         data = json.loads(path.read_bytes())
     except FileNotFoundError as cause:
         raise CheckpointError(

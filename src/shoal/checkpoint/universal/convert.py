@@ -27,8 +27,6 @@ from shoal.core.files import write_dir_atomic
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ReadableCheckpoint", "beside", "consolidate", "rewrite"]
-
 
 class ReadableCheckpoint(Protocol):
     """A checkpoint of whole tensors, of whatever format."""
@@ -36,25 +34,20 @@ class ReadableCheckpoint(Protocol):
     @property
     def path(self) -> Path | str:
         """Where it lies."""
-        ...
 
     @property
     def meta(self) -> Mapping[str, Any]:
         """What is kept beside the tensors."""
-        ...
 
     @property
     def step(self) -> int:
         """Steps done when it was saved."""
-        ...
 
     def names(self) -> Collection[str]:
         """``model.NAME`` and ``optimizer.NAME.KEY``."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of a tensor."""
-        ...
 
     def tensor(
         self,
@@ -63,7 +56,6 @@ class ReadableCheckpoint(Protocol):
         shape: tuple[int, ...] | None = None,
     ) -> Tensor:
         """A box of a tensor; all of it if no box is given."""
-        ...
 
 
 def beside(path: Path) -> Path:

@@ -22,8 +22,6 @@ from shoal.core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ExtractedFragments", "FragmentFile", "extract"]
-
 # Half the elements that are cast to fp32 at a time.
 _CHUNK = 2**20
 

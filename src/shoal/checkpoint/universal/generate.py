@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["FragmentRead", "Local", "boxes_of_run", "local_of", "read_local", "stage_names"]
-
 _BLOCK = re.compile(r"^blocks\.(\d+)\.")
 
 
@@ -47,7 +45,6 @@ class Local:
     """One rank's tensor of a parameter.
 
     Args:
-        name: the parameter.
         shape: of the local tensor, padding included.
         reads: what to read into it; what they leave out is zero.
     """

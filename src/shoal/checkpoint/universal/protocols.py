@@ -22,21 +22,6 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.universal.spec import UniversalSpec
 
-__all__ = [
-    "AXES",
-    "FP32",
-    "Coord",
-    "Copies",
-    "Fragment",
-    "FragmentArrangement",
-    "Pattern",
-    "RankDumps",
-    "RankFile",
-    "RankLayout",
-    "Scalar",
-    "Shape",
-]
-
 Shape = tuple[int, ...]
 
 # The weight itself among the tensors of a parameter; the others are the optimizer's.
@@ -122,22 +107,18 @@ class Pattern(Protocol):
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes along which ranks hold different parts; along the others they hold copies."""
-        ...
 
     @property
     def copies(self) -> Copies:
         """What is done with copies."""
-        ...
 
     @property
     def tolerance(self) -> float:
         """How far copies may be apart."""
-        ...
 
     @property
     def arity(self) -> int:
         """Sub-parts that lie behind each other in every rank's tensor."""
-        ...
 
     def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> FragmentArrangement:
         """Where what the ranks hold lies in the whole tensor.
@@ -150,7 +131,6 @@ class Pattern(Protocol):
         Raises:
             CheckpointError: shapes that do not fit the pattern.
         """
-        ...
 
     def cut(self, name: str, shape: Shape, counts: Shape, at: Shape) -> Slices:
         """What one rank of any layout holds of a whole tensor.
@@ -164,7 +144,6 @@ class Pattern(Protocol):
         Raises:
             CheckpointError: not divisible, and the pattern has no padding.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +151,7 @@ class Fragment:
     """A run of elements of one rank's local tensor, as it lies in a flat buffer.
 
     Args:
-        name: the parameter.
         key: which of its tensors: ``fp32``, ``exp_avg`` ...
-        at: the rank.
         shape: of the local tensor of which it is a run.
         start: its first element in there; None if that follows from the order of the dp ranks.
         tensor: the elements, flat.
@@ -202,7 +179,6 @@ class RankFile(Protocol):
     @property
     def path(self) -> Path:
         """Where it lies."""
-        ...
 
     def contents(self) -> Iterator[Fragment | Scalar]:
         """What is in it.
@@ -211,7 +187,6 @@ class RankFile(Protocol):
             CorruptError: it is cut or damaged.
             CheckpointError: it holds more than plain data.
         """
-        ...
 
 
 class RankDumps(Protocol):
@@ -227,8 +202,9 @@ class RankDumps(Protocol):
         Raises:
             CheckpointError: one is missing; names it.
         """
-        ...
+
+    def paths(self) -> Sequence[Path]:
+        """Every file that there is."""
 
     def spec(self) -> UniversalSpec | None:
         """How its fragments combine, if it says so itself."""
-        ...

@@ -26,14 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.universal.protocols import Pattern
-from shoal.core.errors import CheckpointError, ConfigError, nearest
+from shoal.core.errors import CheckpointError, ConfigError, suggestion
 from shoal.core.files import parse_yaml, read_yaml, to_yaml
 from shoal.core.parts import Choice, table
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
-
-__all__ = ["SpecEntry", "UniversalSpec", "default_spec"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,6 @@ class SpecEntry:
 
     Args:
         match: regular expression over whole names.
-        choice: the pattern by name, with its options.
-        pattern: the pattern itself.
     """
 
     match: re.Pattern[str]
@@ -107,10 +103,6 @@ class UniversalSpec:
         """The spec as YAML."""
         return to_yaml(self.plain())
 
-    def stored(self, name: str) -> str:
-        """The name under which a parameter is kept: of tied ones, the first."""
-        return self.tied.get(name, name)
-
     def pattern(self, name: str) -> Pattern:
         """The pattern of a parameter.
 
@@ -148,10 +140,9 @@ class UniversalSpec:
                 )
         for second, first in self.tied.items():
             if first not in known:
-                hint = nearest(first, known)
                 raise CheckpointError(
                     f"tied({first}, {second}): there is no parameter {first}"
-                    + (f"; {hint}" if hint else "")
+                    + suggestion(first, known)
                 )
             if second in known and self.pattern(first) != self.pattern(second):
                 raise CheckpointError(

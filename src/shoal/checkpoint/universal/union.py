@@ -21,20 +21,11 @@ from shoal.core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["join", "union"]
-
 
 def union(
     name: str, key: str, fragments: Sequence[FragmentFile], pattern: Pattern, layout: RankLayout
 ) -> Tensor:
     """One whole tensor of a parameter, without padding.
-
-    Args:
-        name: the parameter.
-        key: which of its tensors, for messages.
-        fragments: of all ranks.
-        pattern: how they combine.
-        layout: of the ranks.
 
     Returns:
         A new tensor, fp32.

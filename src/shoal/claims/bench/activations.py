@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
-__all__ = ["ActivationRow", "ActivationSetup", "compare", "way"]
-
 WAYS = ("keep", "recompute", "ssdtrain")
 _WARM = 3
 _ARENA = 2**33

@@ -28,21 +28,6 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.serve.engine.loop import Engine
 
-__all__ = [
-    "OWN",
-    "PLAIN",
-    "Bench",
-    "DecodeBatchResult",
-    "DecodeRow",
-    "advice",
-    "batches",
-    "compared",
-    "distinct_runs",
-    "held_out_prompts",
-    "lively",
-    "regular",
-]
-
 PLAIN = "plain"
 # Share of distinct runs of four tokens below which an answer is a loop.
 LOOPS = 0.5

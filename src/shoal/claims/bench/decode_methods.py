@@ -12,8 +12,6 @@ from shoal.core.svg import Chart, Series
 from shoal.machine.fingerprint import fingerprint as machine
 from shoal.plan.serving.decode_measured import MeasuredRow, MeasuredTable, keep
 
-__all__ = ["check_own", "drawn", "keep_rows"]
-
 
 def check_own(name: str, directory: Path) -> None:
     """Check that a model is what it is said to be.

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from shoal.model.transformer import Transformer
 
-__all__ = ["Arm", "DuoResult", "each_loss", "random_routes", "study"]
-
 Search = Literal["exhaustive", "beam", "descent"]
 Progress = Callable[[str, float], None]
 

@@ -17,15 +17,14 @@ from shoal.ir import Explanation, Machine, Progress
 if TYPE_CHECKING:
     from shoal.claims.bench.duo import DuoResult
 
-__all__ = ["DuoStudy"]
-
 
 @part
 class DuoStudy:
-    """Where does a token need its big layers, and do the routers know?
+    """Study where tokens need the big layers of a Duo-LLM model, and how good its routers are.
 
-    Loss by computation for routes by chance, one pattern for all, trained routers, and an oracle;
-    which layers each of them makes big; and which tokens more computation helps.
+    Shows the loss over computation for random routes, one pattern for all tokens, trained routers,
+    and an oracle; which layers each of them makes big; and which tokens benefit from more
+    computation.
 
     **Examples**
 

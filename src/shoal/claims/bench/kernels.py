@@ -24,16 +24,6 @@ from shoal.kernel.formats import weight_format
 from shoal.kernel.protocols import Call, Kernel, Ready
 from shoal.kernel.tensors import dtype_of
 
-__all__ = [
-    "OPERATORS",
-    "KernelBenchOptions",
-    "KernelBenchRow",
-    "KernelCase",
-    "bench",
-    "draw",
-    "format_rows",
-]
-
 # Half of what nothing should be faster than: a bandwidth is probed with some spread, too.
 _WRONG = 1.15
 

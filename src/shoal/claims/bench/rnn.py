@@ -23,8 +23,6 @@ from shoal.model.config import ModelConfig
 from shoal.model.initialise import init_weights
 from shoal.model.transformer import Transformer
 
-__all__ = ["Parity", "compiled_loop", "inputs", "learn_parity", "one_head", "train_step", "wrong"]
-
 
 def inputs(
     function: str, B: int, T: int, N: int, D: int, *, seed: int, dtype: torch.dtype = torch.float32

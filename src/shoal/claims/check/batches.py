@@ -10,8 +10,6 @@ from torch import Tensor
 
 from shoal.core.errors import ConfigError
 
-__all__ = ["leaves", "map_tensors", "row_bounds", "split_rows", "to_dtype"]
-
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same structure with every tensor changed; other objects stay as they are."""

@@ -8,17 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "BROKEN",
-    "Array",
-    "Distance",
-    "combine_losses",
-    "distance",
-    "floor_of",
-    "groups_by",
-    "rounding_only",
-]
-
 Array = npt.NDArray[np.float64]
 
 # The error of what cannot be compared at all: finite, so that JSON can hold it.

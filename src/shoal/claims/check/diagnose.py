@@ -18,8 +18,6 @@ import numpy as np
 from shoal.claims.check.compare import Array, floor_of, groups_by
 from shoal.claims.check.protocols import DATA_AXES, Axes, Finding
 
-__all__ = ["ModuleOutput", "StepEvidence", "diagnose"]
-
 
 @dataclass(frozen=True)
 class ModuleOutput:

@@ -15,8 +15,6 @@ from typing import Any, cast
 from shoal.claims.check.protocols import Axes, CheckSettings, LossOverRanks
 from shoal.core.errors import ConfigError, require
 
-__all__ = ["CheckedProgram", "blame"]
-
 _NEEDED = ("model", "batch")
 _FUNCTIONS = (
     *_NEEDED,

@@ -41,20 +41,6 @@ from shoal.core.errors import require
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "DATA_AXES",
-    "Axes",
-    "CheckRow",
-    "CheckSettings",
-    "CheckVerdict",
-    "Dtype",
-    "Finding",
-    "Kind",
-    "LossOverRanks",
-    "TrainerLike",
-    "parse_mesh",
-]
-
 Axes = dict[str, int]
 Dtype = Literal["float64", "float32"]
 LossOverRanks = Literal["mean", "sum", "same"]

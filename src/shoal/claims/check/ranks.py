@@ -17,8 +17,6 @@ from shoal.claims.check.store import CheckDirectory, read_facts
 from shoal.core import children
 from shoal.core.errors import ConfigError, RankError
 
-__all__ = ["Processes"]
-
 _POLL_S = 0.02
 _CONNECTION_LOST = 3
 _WAITING = ("torch/distributed", "_engine_run_backward")
@@ -182,7 +180,7 @@ class Processes:
 
     def _printed(self, index: int) -> str:
         lines = _read(self.place.log(self.who[index])).strip().splitlines()[-3:]
-        return "; it printed last: " + " | ".join(lines) if lines else ""
+        return "; its last output: " + " | ".join(lines) if lines else ""
 
 
 def _main(stacks: str) -> str:

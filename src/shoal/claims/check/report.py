@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shoal.claims.check.compare import BROKEN
 from shoal.claims.check.protocols import CheckRow, CheckVerdict
+from shoal.core.tables import Table, table_of
 
-__all__ = ["headline", "row_cells", "summary"]
+_SHOWN = 10
 
 
 def _mesh(verdict: CheckVerdict) -> str:
@@ -47,7 +50,22 @@ def _error(error: float) -> str:
     return "none, as some cannot be compared" if error >= BROKEN else f"{error:.1e}"
 
 
-def row_cells(row: CheckRow, limit: float) -> tuple[str, ...]:
+def tables(verdict: CheckVerdict) -> Iterator[Table | str]:
+    """A verdict for people: the outcome, what differs and why."""
+    yield headline(verdict)
+    for finding in verdict.findings:
+        yield f"  {finding.text}"
+    yield from summary(verdict)
+    rows = [_row_cells(row, verdict.tolerance) for row in verdict.rows[:_SHOWN]]
+    yield table_of("", ("step", "kind", "name", "relative error", "rank", ""), rows, "r  rr")
+    hidden = len(verdict.rows) - _SHOWN
+    if hidden > 0:
+        yield f"and {hidden} more; -o json has all"
+    for note in verdict.notes:
+        yield f"note: {note}"
+
+
+def _row_cells(row: CheckRow, limit: float) -> tuple[str, ...]:
     """The cells of a row of the table."""
     return (
         str(row.step) if row.step >= 0 else "",

@@ -14,8 +14,6 @@ from shoal.claims.check.store import CheckDirectory, read_facts, read_tensors, w
 from shoal.core.errors import MissingExtraError, ShoalError, require
 from shoal.core.scratch import scratch_directory
 
-__all__ = ["check"]
-
 _SHOWN = 10
 
 

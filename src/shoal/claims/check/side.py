@@ -21,8 +21,6 @@ from shoal.claims.check.program import CheckedProgram
 from shoal.claims.check.protocols import DATA_AXES, CheckSettings, TrainerLike
 from shoal.core.errors import ConfigError
 
-__all__ = ["CheckedStep", "Side", "clean", "tensors_of"]
-
 # What wrappers put into names.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 

@@ -15,8 +15,6 @@ from shoal.core.files import write_atomic, write_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CheckDirectory", "read_facts", "read_tensors", "write_facts", "write_tensors"]
-
 
 class CheckDirectory:
     """The directory of one check."""

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from shoal.claims.check.program import CheckedProgram
 
-__all__ = ["guess_split", "whole_views"]
-
 
 def guess_split(
     held: tuple[int, ...], whole: tuple[int, ...], axes: Mapping[str, int]

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from shoal.claims.check.compare import Array
     from shoal.claims.check.side import CheckedStep, Side
 
-__all__ = ["main"]
-
 # Axes whose ranks hold different parts of the batch, beyond those that share its rows.
 _PART_AXES = DATA_AXES | {"cp", "context"}
 

@@ -1,8 +1,6 @@
 """Mini-models of bytes that the claims of architectures train, all on the same tokens.
 
-The text is the source of the Python standard library; every tenth module is held out. A batch
-follows from the seed and the step alone, so that models of one seed see the same text in the same
-order.
+Python's standard library, every tenth module held out. Batches follow from seed and step alone.
 """
 
 from __future__ import annotations
@@ -26,21 +24,12 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
-__all__ = ["ModuleText", "Recipe", "batch", "heldout", "mini", "text", "train", "windows"]
-
 _WARM = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a mini-model is trained.
-
-    Args:
-        steps: optimizer steps.
-        batch: sequences of a step.
-        length: bytes of a sequence.
-        lr: peak learning rate.
-    """
+    """Optimizer steps, sequences of a step, bytes of a sequence, and the peak learning rate."""
 
     steps: int
     batch: int = 16

@@ -3,19 +3,16 @@
 Source: Ma et al., Efficient Arbitrary Precision Acceleration for Large Language Models on GPU
 Tensor Cores, 2024.
 
-Whole layers of 4096 x 4096, bf16 in and bf16 out, activations rounded on the way, against
-PyTorch's bf16 product and against int8 on ``vpdpbusd``; weights go round buffers that together
-exceed the last cache. Recovery inside the kernel against the form that writes every product of
-two planes. A mini-model with weights of 3 and activations of 8 bits after a minute of finetuning,
-scored by the kernel itself. The quick run counts: wrong integers over all widths, and memory. The
-A/A run puts bf16 products, written planes and rounding without finetuning in their places.
+Layers of 4096 x 4096, bf16 in and out, weights from memory, beside PyTorch's bf16 product, int8 on
+``vpdpbusd`` and the form that writes every product of two planes; and a mini-model with weights of
+3 and activations of 8 bits after a minute of finetuning. The A/A run has bf16 products, written
+planes and rounding without finetuning.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt
 
@@ -31,8 +28,6 @@ from shoal.kernel.planes.engines import ENGINES, chosen
 if TYPE_CHECKING:
     from shoal.ir import Machine
 
-__all__ = ["BipolarIntClaim"]
-
 _BF16, _SPILLED = "torch bf16", "planes written"
 # Odd lengths around a word, and one longer than a tile.
 _LENGTHS = (1, 63, 65, 100, 200)
@@ -42,7 +37,7 @@ _GPU = ("gpu_w2a2_over_bf16", "gpu_w1a2_over_int8")
 
 
 @part
-class BipolarIntClaim(BaseClaim):
+class BipolarIntClaim(BaseClaim, row=130):
     """Layers of few bits against bf16 and int8, and a model that is finetuned to them.
 
     Args:
@@ -58,9 +53,6 @@ class BipolarIntClaim(BaseClaim):
     pairs: Annotated[int, Ge(3)] = 25
     buffers: Annotated[int, Ge(1)] = 20
     finetune_s: Annotated[float, Gt(0)] = 60.0
-
-    rows: ClassVar[tuple[int, ...]] = (130,)
-    # Taken beside other work, with weights that stayed in the cache.
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Without an engine there is nothing to compare."""
@@ -89,7 +81,7 @@ class BipolarIntClaim(BaseClaim):
 
         from shoal.claims.experiments.bipolar_int_layers import fused, packed, spilled
         from shoal.claims.experiments.bipolar_int_peer import IntMatmulPeer
-        from shoal.kernel.planes.bench import held, layer, table, turning
+        from shoal.kernel.planes.bench import held, layer, turning
 
         n = k = self.size
         codes = [_codes(n, k, run.seed + i) for i in range(self.buffers)]
@@ -156,17 +148,6 @@ class BipolarIntClaim(BaseClaim):
         }
         seconds = run.race(arms, self.pairs, swaps={})
         run.put("recovery_gain", seconds["fused"], seconds[_SPILLED])
-        run.details |= {
-            "large_s": large,
-            "one_row_s": small,
-            "recovery_s": {name: statistics.median(taken) / 2 for name, taken in seconds.items()},
-        }
-        if not run.as_baseline:
-            run.progress("all widths and engines", 0.5)
-            result = table(
-                machine, size=self.size, rows=(1, 16, self.tokens), buffers=self.buffers, pairs=7
-            )
-            run.details["table"] = [dataclasses.asdict(line) for line in result]
         self._gpu(run)
         run.profile = ", ".join(
             f"{name} {1e3 * s:.2f} ms" for name, s in (*large.items(), *small.items())
@@ -184,14 +165,14 @@ class BipolarIntClaim(BaseClaim):
         if reason is not None:
             run.skip(f"triton {reason}", *_GPU)
             return
-        from shoal.claims.experiments.bipolar_int_gpu import timed
+        from shoal.claims.experiments.bipolar_int_layers import timed
 
         result = timed(self.tokens, self.size, self.pairs, run.as_baseline)
         run.metrics |= dict(zip(_GPU, result, strict=True))
 
     def _finetuned(self, context: ExperimentContext, as_baseline: bool) -> dict[str, float]:
         """Held-out losses of the model: as it was, and with few bits, by the kernel."""
-        from shoal.claims.experiments.bipolar_int_model import ScoredModel
+        from shoal.claims.experiments.bipolar_int_layers import ScoredModel
 
         scored: ScoredModel = context.remember(
             "model", lambda: ScoredModel(context.model or _MODEL, context.data, context.progress)

@@ -5,22 +5,36 @@ Shapes: M rows, N outputs, K inputs, w and a bits.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.claims.experiments.tiny import corpus_of
+from shoal.claims.frame import paired
+from shoal.claims.protocols import PairedSamples
+from shoal.core.measure import interleave
+from shoal.corpora.heldout import heldout_chunks
+from shoal.corpora.tokens import prepare
 from shoal.ir import Machine
+from shoal.kernel.calls import MatmulPlanesCall
+from shoal.kernel.dispatch import kernels_of
+from shoal.kernel.formats import weight_format
 from shoal.kernel.native import function
 from shoal.kernel.operators import tensors_in
 from shoal.kernel.planes.engines import PlanesEngine, chosen
 from shoal.kernel.planes.layout import join, pack
 from shoal.kernel.planes.native import PlanesWeights, product, result, weights
-
-__all__ = ["AllocatedBytes", "fused", "odd", "packed", "spilled"]
+from shoal.model.huggingface import read
+from shoal.model.lowbit import LowBitLinear
+from shoal.model.transformer import Transformer
+from shoal.train import zoo
+from shoal.train.qat import finetune, matrices
 
 
 def odd(rows: int, k: int, bits: int, seed: int) -> Tensor:
@@ -109,3 +123,105 @@ class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def packed(rows: int, k: int, bits: int, seed: int) -> Tensor:
     """Planes of random integers."""
     return pack(odd(rows, k, bits, seed), bits)
+
+
+def _planes(m: int, size: int, w: int, a: int) -> Callable[[], Any]:
+    call = MatmulPlanesCall(m=m, n=size, k=size, w=w, a=a, device="cuda")
+    planes_w, planes_x = packed(size, size, w, 0).cuda(), packed(m, size, a, 1).cuda()
+    ready = kernels_of(call.op)["triton"].prepare(call, planes_w)
+    return lambda: ready(planes_x)
+
+
+def timed(m: int, size: int, pairs: int, as_baseline: bool) -> tuple[PairedSamples, PairedSamples]:
+    """W2A2 against bf16, W1A2 against int8: seconds of ten products each."""
+    x, w = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for rows in (m, size))
+    x8, w8 = (
+        torch.randint(-127, 128, (rows, size), device="cuda", dtype=torch.int8)
+        for rows in (m, size)
+    )
+    calls: dict[str, Callable[[], Any]] = {
+        "bf16": lambda: x @ w.T,
+        "int8": lambda: torch._int_mm(x8, w8.T),
+    }
+    calls |= {
+        "w2a2": calls["bf16"] if as_baseline else _planes(m, size, 2, 2),
+        "w1a2": calls["int8"] if as_baseline else _planes(m, size, 1, 2),
+    }
+
+    def waited(call: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(10):
+                call()
+            torch.cuda.synchronize()
+
+        return run
+
+    seconds = interleave({name: waited(call) for name, call in calls.items()}, pairs).seconds
+    return (
+        paired(seconds["w2a2"], seconds["bf16"]),
+        paired(seconds["w1a2"], seconds["int8"]),
+    )
+
+
+_CONTEXT = 256
+_SCORED_TOKENS = 40_000
+
+
+class ScoredModel:
+    """A model (a name of the zoo, or a directory) and its held-out loss."""
+
+    def __init__(
+        self, model: str, data: Path | None, progress: Callable[[str, float], None]
+    ) -> None:
+        progress(f"training {model}, unless that was done before", 0.6)
+        ours = model in zoo.names()
+        place = zoo.trained(model) if ours else Path(model)
+        self.model = read(place, torch.float32)
+        tokenizer = "bpe" if ours and data is None else str(place)
+        self.tokens = prepare(corpus_of(data), tokenizer, self.model.config.vocab_size)
+        self.loss = self._loss(self.model)
+
+    @torch.no_grad()
+    def _loss(self, model: Transformer) -> float:
+        """Nats a held-out token."""
+        model.eval()
+        total = counted = 0.0
+        for batch in heldout_chunks(
+            self.tokens.heldout, context=_CONTEXT, batch_tokens=4096, max_tokens=_SCORED_TOKENS
+        ):
+            data = torch.from_numpy(batch.tokens)
+            scored = torch.from_numpy(batch.scored)
+            targets = data[:, 1:].masked_fill(~scored, -100)
+            total += float(model.loss_sum(data[:, :-1], targets))
+            counted += float(scored.sum())
+        return total / counted
+
+    def few_bits(
+        self,
+        weights: str,
+        activations: str,
+        *,
+        seconds: float | None,
+        seed: int,
+        progress: Callable[[str, float], None],
+    ) -> float:
+        """Nats a held-out token with few bits in all blocks, after ``seconds`` of finetuning."""
+        model = copy.deepcopy(self.model)
+        if seconds is None:
+            fmt = weight_format(weights)
+            codes = {
+                f"{name}.weight": fmt.quantize(linear.weight)
+                for name, linear in matrices(model).items()
+            }
+        else:
+            codes = finetune(
+                model, weights, activations, self.tokens.train, seconds=seconds, seed=seed,
+                progress=lambda text, done: progress(text, 0.6 + 0.4 * done),
+            )  # fmt: skip
+        for name, linear in matrices(model).items():
+            owner, _, last = name.rpartition(".")
+            low = LowBitLinear.from_packed(
+                codes[f"{name}.weight"], linear.bias, activations=activations
+            )
+            setattr(model.get_submodule(owner), last, low)
+        return self._loss(model)

@@ -9,32 +9,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from shoal.core import children
 
-__all__ = ["IntMatmulPeer"]
-
 _ISA = "AVX512_CORE_VNNI"
 
 
 class IntMatmulPeer:
-    """``torch._int_mm`` in another process.
-
-    Args:
-        m: rows.
-        n: outputs.
-        k: inputs.
-        buffers: weights that take turns.
-        threads: of the product.
-    """
+    """``torch._int_mm`` in another process, over ``buffers`` weights in turn."""
 
     def __init__(self, m: int, n: int, k: int, buffers: int, threads: int) -> None:
-        import shoal
+        from shoal.core.version import PACKAGE
 
-        root = str(Path(shoal.__file__).parents[1])
+        root = str(PACKAGE.parent)
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
         self._process = children.start(
             __name__,

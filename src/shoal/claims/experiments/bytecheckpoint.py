@@ -1,18 +1,10 @@
 """[102] ByteCheckpoint: how long does a save hold ranks up, and who writes and reads what?
 
-Four real processes hold the same 600 MB of weights and moments, as data-parallel ranks do. In
-turns they save with mode ``snapshot``, whose ranks write disjoint shares behind training, and with
-``torch.distributed.checkpoint.save``; both flush their files. What is saved is removed again.
-
-- ``stall_avoided``: of the time for which DCP holds the ranks up, the share that is not there; 10
-  times shorter is 0.9.
-- ``whole_save``: until the checkpoint is durable, on all ranks.
-- ``balance``: bytes of the rank that writes most, over those of the one that writes least.
-- ``planning_avoided``: of the time of a first plan, the share that the next one does without; a
-  fifth of the time is 0.8.
-
-The baseline saves with DCP in place of the mode, writes replicas on the first rank, and plans every
-time anew.
+Four real processes hold the same 600 MB and save it in turns with mode ``snapshot`` and with
+``torch.distributed.checkpoint.save``; both flush their files. ``stall_avoided`` is the share of the
+time for which DCP holds ranks up that is not there, ``planning_avoided`` the share of a first
+plan's time that the next one does without. The A/A run saves with DCP, writes replicas on the first
+rank, and plans anew each time.
 
 Source: Wan et al., ByteCheckpoint: A Unified Checkpointing System for Large Foundation Model
 Development, 2024.
@@ -20,7 +12,7 @@ Development, 2024.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le, MultipleOf
 
@@ -31,14 +23,12 @@ from shoal.claims.frame import ClaimRun
 from shoal.claims.ranks import on_ranks, slowest
 from shoal.core.parts import part
 
-__all__ = ["ByteCheckpointClaim"]
-
 _RANKS = "shoal.claims.experiments.bytecheckpoint_ranks"
 _WORLD = 4
 
 
 @part
-class ByteCheckpointClaim(BaseClaim):
+class ByteCheckpointClaim(BaseClaim, row=102, needs=("torch",)):
     """Stall, time, balance and planning of saves by four ranks.
 
     Args:
@@ -50,9 +40,6 @@ class ByteCheckpointClaim(BaseClaim):
     samples: Annotated[int, Ge(1)] = 40
     saves: Annotated[int, Ge(1)] = 2
     width: Annotated[int, MultipleOf(64), Ge(64), Le(4096)] = 1024
-
-    rows: ClassVar[tuple[int, ...]] = (102,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
@@ -67,10 +54,6 @@ class ByteCheckpointClaim(BaseClaim):
         run.put("stall_avoided", (1 - one[0] / other[0] for one, other in pairs))
         run.put("whole_save", (one[1] for one, _ in pairs), (other[1] for _, other in pairs))
         run.put("planning_avoided", (1 - known / fresh for fresh, known in plans))
-        run.details |= {
-            "seconds": {name: times[name] for name in ("ours", "theirs", "fresh", "known")},
-            "bytes_of_ranks": times["bytes"],
-        }
 
     def _balance(self, run: ClaimRun) -> None:
         """Planned for models of several shapes, whose tensors divide as badly as they like."""
@@ -83,21 +66,17 @@ class ByteCheckpointClaim(BaseClaim):
         run.put("balance", ratios)
 
     def _times(self, run: ClaimRun) -> dict[str, Any]:
-        """Of every save the slowest rank's; bytes of every rank."""
+        """Of every save the slowest rank's."""
         ranks = on_ranks(
-            f"{_RANKS}:time_saves",
-            _WORLD,
-            timeout_s=500.0,
-            config=wide(self.width, 3),
+            f"{_RANKS}:time_saves", _WORLD, timeout_s=500.0, config=wide(self.width, 3),
             root=str(run.work_dir / run.pick("saves", "baseline")),
-            samples=run.pick(self.samples, min(self.samples, 3)),
-            saves=run.pick(self.saves, 1),
+            samples=run.pick(self.samples, min(self.samples, 3)), saves=run.pick(self.saves, 1),
             mode=run.pick("snapshot", "dcp"),
-        )
+        )  # fmt: skip
         times: dict[str, Any] = {name: slowest(ranks, name) for name in ("fresh", "known")}
         for name in ("ours", "theirs"):
             times[name] = [
                 list(map(max, zip(*sample, strict=True)))
                 for sample in zip(*(rank[name] for rank in ranks), strict=True)
             ]
-        return {**times, "bytes": [rank["bytes"] for rank in ranks]}
+        return times

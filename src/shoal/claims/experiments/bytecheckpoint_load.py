@@ -1,14 +1,9 @@
 """Loading, for claim [102] ByteCheckpoint: who reads what, in any layout, and what data is left.
 
-Everything here is counted, none of it timed. Ranks are threads.
-
-- ``read_bytes``: bytes that four data-parallel replicas read together, over those that are stored.
-- ``layout_pairs``: share of pairs of layouts of which one loads bit for bit what the other saved.
-- ``samples_lost``: tokens that are handed out too often or never when the data of four ranks goes
-  on with three, and then with two.
-
-The baseline lets every replica read all that it wants, lets a rank take the file of the same
-number as it is, and saves a loader's place as one number.
+Counted on ranks that are threads: ``read_bytes`` of four replicas over what is stored; the share of
+``layout_pairs`` that load bit for bit what was saved; ``samples_lost``, tokens given out too often
+or never when four ranks become three and then two. In the A/A run every replica reads all, ranks
+take the file of their number, and a loader's place is one number.
 
 Source: Wan et al., ByteCheckpoint: A Unified Checkpointing System for Large Foundation Model
 Development, 2024.
@@ -32,8 +27,6 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.ir.comm import Comm
     from shoal.model.config import ModelConfig
-
-__all__ = ["LAYOUTS", "layout_pair", "measure_load", "saved_under"]
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -99,11 +92,7 @@ def _pairs(place: Path, quick: bool, as_baseline: bool) -> list[float]:
 
 
 def saved_under(place: Path, layout: str) -> dict[str, torch.Tensor]:
-    """Train one step in a layout and save it; every tensor, whole, as it was saved.
-
-    Raises:
-        AssertionError: what a rank holds is not what was saved.
-    """
+    """Train one step in a layout and save it; every tensor, whole, as it was saved."""
     from shoal import checkpoint
     from shoal.checkpoint.store import Store
     from shoal.claims.lab.same_as_one import SeededWeights, tokens
@@ -137,14 +126,7 @@ def saved_under(place: Path, layout: str) -> dict[str, torch.Tensor]:
 def layout_pair(
     place: Path, layout: str, whole: dict[str, torch.Tensor], *, by_file: bool = False
 ) -> tuple[bool, int]:
-    """Load in a layout; whether all ranks then hold what was saved, and bytes they have read.
-
-    Args:
-        place: where :func:`saved_under` has saved.
-        layout: in which it is loaded.
-        whole: what was saved.
-        by_file: every rank takes the file of its number as it is, as loading without resharding.
-    """
+    """Whether all ranks hold ``whole`` after loading, by plan or file; bytes they read."""
     import torch
 
     from shoal import checkpoint

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
 
-__all__ = ["shares", "state", "time_saves"]
-
 
 def state(config: ModelConfig) -> dict[str, Tensor]:
     """Weights of a fresh model and two moments of each, the same on every rank."""
@@ -41,21 +39,13 @@ def state(config: ModelConfig) -> dict[str, Tensor]:
 
 
 class ShoalSaver:
-    """A mode of ours.
-
-    Args:
-        comm: all ranks.
-        place: where.
-        mode: its name.
-    """
+    """A mode of ours."""
 
     def __init__(self, comm: Comm, place: Path, mode: str) -> None:
         self.place = place
         # All are kept, and removed by the measurement: reading back is no part of a save.
         store = Store(place, keep=1_000_000)
-        saver: Saver = SAVE_MODES.build(mode).build(store, CommPeers(comm))
-        self.saver = saver
-        self.bytes = 0
+        self.saver: Saver = SAVE_MODES.build(mode).build(store, CommPeers(comm))
 
     def save(self, step: int, held: dict[str, Tensor]) -> tuple[float, float]:
         """Seconds for which the caller waits, and until the checkpoint is there."""
@@ -64,17 +54,12 @@ class ShoalSaver:
         self.saver.before_update()
         blocked = time.perf_counter() - begin
         ticket.wait()
-        self.bytes = ticket.bytes
         self.saver.finished()
         return blocked, time.perf_counter() - begin
 
 
 class Dcp:
-    """``torch.distributed.checkpoint.save``, which flushes its files as well.
-
-    Args:
-        place: where.
-    """
+    """``torch.distributed.checkpoint.save``, which flushes its files as well."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -92,17 +77,8 @@ def time_saves(
 ) -> dict[str, Any]:
     """Seconds of saves by a mode of ours and by DCP, in turns, and of plans.
 
-    Args:
-        comm: all ranks, each of which holds the whole state.
-        config: the model.
-        root: where saves are written and removed.
-        samples: of each.
-        saves: of which a sample is the sum.
-        mode: of ours; ``dcp`` for DCP in its stead.
-
-    Returns:
-        This rank's seconds ``blocked`` and ``whole`` by who saved, ``plan`` of a new layout and
-        of one that is known, and the ``bytes`` that it wrote.
+    A sample is the sum of ``saves``. Returns this rank's seconds that ``ours`` and ``theirs`` held
+    it up and took, and of planning a ``fresh`` and a ``known`` layout.
     """
     held = state(config)
     folder = Path(root)
@@ -132,7 +108,6 @@ def time_saves(
             fresh, known = _plans(CommPeers(comm), held, 3 * saves, cached=mode != "dcp")
             times["fresh"].append(fresh)
             times["known"].append(known)
-    times["bytes"] = ours.bytes if isinstance(ours, ShoalSaver) else 0
     if isinstance(ours, ShoalSaver):
         ours.saver.close()
     return times
@@ -155,13 +130,7 @@ def _plans(
 
 
 def shares(held: dict[str, Tensor], world: int, *, balanced: bool) -> list[int]:
-    """Bytes that each of some ranks with the same tensors writes.
-
-    Args:
-        held: what all hold.
-        world: how many there are.
-        balanced: by plan; else the first rank writes what all hold.
-    """
+    """Bytes that each of some ranks with the same tensors writes: by plan, or all on the first."""
     if not balanced:
         return [sum(t.nbytes for t in held.values())] + [0] * (world - 1)
 

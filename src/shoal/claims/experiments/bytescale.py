@@ -3,22 +3,17 @@
 Source: Ge et al., ByteScale: Efficient Scaling of LLM Training with a 2048K Context Length on More
 Than 12,000 GPUs, 2025.
 
-- One batch of all files of the standard library, lengths scaled so that the longest has 16 C tokens
-  with C = 8192, on 32 ranks of 400 TFLOP/s and 50 GB/s and a model 4096 wide: predicted seconds and
-  bytes of attention, beside dp = 2 x cp = 16 with packing. Both with the sum of the gradients; the
-  baseline's causal work is taken to be balanced in every buffer, and its packing is best-fit.
-- Two processes and forty documents: seconds of a step beside cp = 2 for all, packed or one after
-  another, whichever is faster.
-- Ten thousand sequences on 1,024 ranks: seconds of planning.
-- Training steps of ragged batches beside one process.
-
-The A/A run has the fixed grid.
+All files of the standard library as one batch, the longest 16 x 8192 tokens, on 32 described ranks
+(400 TFLOP/s, 50 GB/s): predicted seconds and bytes of attention beside dp = 2 x cp = 16 with
+best-fit packing, causal work taken as balanced. Two processes: seconds of a step beside cp = 2,
+packed or one by one, whichever is faster. Planning for 1,024 ranks; steps beside one process. The
+A/A run has the fixed grid.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge
@@ -28,14 +23,12 @@ from shoal.claims.experiments import ragged
 from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 
-__all__ = ["ByteScaleClaim"]
-
 _CAPACITY, _WORLD, _CP = 8192, 32, 16
 _FLOPS, _LINK = 400e12, 50e9
 
 
 @part
-class ByteScaleClaim(BaseClaim):
+class ByteScaleClaim(BaseClaim, row=20, needs=("torch",)):
     """Hybrid data parallelism beside a fixed grid with packing.
 
     Args:
@@ -50,9 +43,6 @@ class ByteScaleClaim(BaseClaim):
     turns: Annotated[int, Ge(2)] = 9
     seeds: Annotated[int, Ge(2)] = 4
 
-    rows: ClassVar[tuple[int, ...]] = (20,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
-
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.experiments.ragged_ranks import errors
@@ -60,12 +50,10 @@ class ByteScaleClaim(BaseClaim):
         run.progress("thirty-two ranks", 0.02)
         sizes = ragged.lengths()
         scaled = np.maximum(1, np.rint(sizes * (_CP * _CAPACITY / sizes.max()))).astype(np.int64)
-        plain = self._simulated(scaled.tolist(), 32, static=run.as_baseline)
-        grouped = self._simulated(scaled.tolist(), 8, static=run.as_baseline)
-        run.put("over_static", plain["step_s"], plain["static_s"])
-        run.put("over_static_grouped", grouped["step_s"], grouped["static_s"])
-        sent = [[one[key] for one in (plain, grouped)] for key in ("bytes", "static_bytes")]
-        run.put("attention_bytes", *sent)
+        both = [self._simulated(scaled.tolist(), kv, static=run.as_baseline) for kv in (32, 8)]
+        for metric, pair in zip(("over_static", "over_static_grouped"), both, strict=True):
+            run.put(metric, *(one[0] for one in pair))
+        run.put("attention_bytes", *zip(*((a[1], b[1]) for a, b in both), strict=True))
         run.progress("steps beside one process", 0.1)
         batching: dict[str, Any] = run.pick(
             {"name": "bytescale", "capacity_tokens": 12},
@@ -73,12 +61,6 @@ class ByteScaleClaim(BaseClaim):
         )
         seeds = range(run.seed, run.seed + (1 if run.quick else self.seeds))
         run.put("error", errors(batching, seeds))
-        run.details |= {
-            "sequences": len(sizes),
-            "tokens": int(scaled.sum()),
-            "plain": plain,
-            "grouped": grouped,
-        }
         if run.quick:
             return
         run.progress("planning for a thousand ranks", 0.2)
@@ -88,8 +70,10 @@ class ByteScaleClaim(BaseClaim):
         part = {"name": "bytescale", "capacity_tokens": self.longest // 2}
         ragged.race_ranks(run, chosen, self.longest, self.turns, "ring", part)
 
-    def _simulated(self, lengths: list[int], kv_heads: int, *, static: bool) -> dict[str, float]:
-        """Predicted seconds and bytes of one step, of both."""
+    def _simulated(
+        self, lengths: list[int], kv_heads: int, *, static: bool
+    ) -> tuple[tuple[float, float], ...]:
+        """Predicted seconds and bytes of one step, of ours and of the grid."""
         from shoal.plan.balance.sequences.bytescale import ByteScale
         from shoal.plan.balance.sequences.packed import PackedAssigner
         from shoal.plan.balance.sequences.predicted import predict
@@ -100,15 +84,7 @@ class ByteScaleClaim(BaseClaim):
         theirs = predict(grid.assign(lengths, _WORLD, cost), cost)
         part = grid if static else ByteScale(capacity_tokens=_CAPACITY)
         ours = predict(part.assign(lengths, _WORLD, cost), cost)
-        return {
-            "step_s": ours.step_s + summed,
-            "static_s": theirs.step_s + summed,
-            "gradients_s": summed,
-            "bytes": ours.exchange_bytes,
-            "static_bytes": theirs.exchange_bytes,
-            "idle_share": ours.idle_share,
-            "static_idle_share": theirs.idle_share,
-        }
+        return tuple((one.step_s + summed, one.exchange_bytes) for one in (ours, theirs))
 
     def _planned(self, scaled: np.ndarray, seed: int, *, static: bool) -> list[float]:
         """Seconds that planning takes, of ten thousand sequences on 1,024 ranks."""

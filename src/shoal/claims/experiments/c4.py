@@ -3,19 +3,16 @@
 Source: Dong et al., Boosting Large-scale Parallel Training Efficiency with C4: A
 Communication-Driven Approach, 2024.
 
-Faults of the four kinds are put under watched communicators: eight thread-ranks whose links
-take virtual time, the same in real time, and four processes in network namespaces of which one
-sends, or receives, at a fraction of the rate. The locator reads the records and nothing else.
-For the paths three jobs run their rings at once on a simulated fabric, hashed and planned. The
-A/A run blames who waits longest, and hashes.
+Faults of four kinds under watched communicators: eight threads on virtual and on real time, four
+processes of which one is slow to send or receive. Three jobs run their rings at once on a simulated
+fabric, hashed and planned. The A/A run blames who waits longest, and hashes.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, MultipleOf
 
@@ -34,8 +31,6 @@ from shoal.train.watch.protocols import Fault, FaultVerdict
 if TYPE_CHECKING:
     from shoal.claims.experiments.c4_ranks import InjectedFault
 
-__all__ = ["C4", "longest_waiter"]
-
 _RANKS = "shoal.claims.experiments.c4_ranks"
 _WORLD = 8
 _STEPS = 24
@@ -46,7 +41,7 @@ _SHAPED_ELEMENTS = 1 << 16
 
 
 @part
-class C4(BaseClaim):
+class C4(BaseClaim, row=4):
     """Sixty faults and a thousand clean steps; rings of three jobs on a fabric of 16 leaves.
 
     Args:
@@ -59,49 +54,34 @@ class C4(BaseClaim):
     clean_steps: Annotated[int, Ge(_CHUNK)] = 1000
     draws: Annotated[int, Ge(1)] = 20
 
-    rows: ClassVar[tuple[int, ...]] = (4,)
-
     def collect(self, run: ClaimRun) -> None:
         """Plant, record, locate; plan, hash, simulate."""
         from shoal.claims.experiments import c4_ranks as ranks
-
-        missed = run.details["missed"] = []
 
         # The A/A run asks another locator about the same records.
         def ask(evidence: Evidence) -> FaultVerdict:
             return longest_waiter(evidence) if run.as_baseline else C4D().locate(evidence)
 
-        def located(where: str, planted: list[tuple[InjectedFault, Evidence]]) -> list[bool]:
-            """Which faults are named; the others are noted."""
-            named = []
-            for fault, evidence in planted:
-                verdict = ask(evidence)
-                named.append(ranks.right(verdict, fault))
-                if not named[-1]:
-                    missed.append(_missed(where, fault, verdict))
-            return named
+        def located(planted: list[tuple[InjectedFault, Evidence]]) -> list[bool]:
+            return [ranks.right(ask(evidence), fault) for fault, evidence in planted]
 
         count, steps = (8, 12) if run.quick else (self.faults, _STEPS)
         clean = _CHUNK if run.quick else self.clean_steps
         work = _records(run.context, ranks, count, steps, clean, run.quick)
-        run.put("located", located("virtual", work["virtual"]))
+        run.put("located", located(work["virtual"]))
         total = sum(len(ask(evidence).faults) for evidence in work["clean"])
         run.put("false_alarms", total * 1000.0 / clean)
         if not run.quick:
-            run.put("located_in_real_time", located("threads", work["threads"]))
-            if work["why"]:
-                run.skip(work["why"], "located_shaped")
-            else:
-                run.put("located_shaped", located("namespaces", work["shaped"]))
+            run.put("located_in_real_time", located(work["threads"]))
+            if not run.lacks(unavailable(), "located_shaped"):
+                run.put("located_shaped", located(work["shaped"]))
         self._paths(run)
-        run.details["kinds"] = Counter(fault.kind for fault, _ in work["virtual"])
 
     def _paths(self, run: ClaimRun) -> None:
         """The rings of three jobs, each hashed and planned."""
         seeds = range(run.seed, run.seed + (4 if run.quick else self.draws))
         planned = [times_of_jobs(run.pick("c4p", "ecmp"), seed=seed) for seed in seeds]
         hashed = [times_of_jobs("ecmp", seed=seed) for seed in seeds]
-        run.details["ecmp_max_link_flows"] = min(float(one.busiest) for one in hashed)
         times = ((statistics.fmean(one.job_s) for one in some) for some in (planned, hashed))
         run.put("path_ratio", *times)
         run.put("max_link_flows", (one.busiest for one in planned))
@@ -115,26 +95,25 @@ def _records(
     def make() -> dict[str, Any]:
         source = random.Random(context.seed)
         faults = [ranks.draw(ranks.KINDS[i % 4], _WORLD, steps, source) for i in range(count)]
-        done: dict[str, Any] = {"virtual": [], "clean": [], "threads": [], "shaped": [], "why": ""}
-        for i, fault in enumerate(faults):
-            context.progress(f"{fault.kind} on virtual links", 0.3 * i / count)
-            seed = context.seed + i
-            done["virtual"].append(
-                (fault, _within(ranks.run_virtual, _WORLD, steps, fault, seed=seed))
-            )
+        done: dict[str, Any] = {"clean": []}
+
+        def planted(run: Any, how: str, at: float) -> list[tuple[InjectedFault, Evidence]]:
+            pairs = []
+            for i, fault in enumerate(faults):
+                context.progress(f"{fault.kind} {how}", at + 0.3 * i / count)
+                seen = _within(run, _WORLD, steps, fault, seed=context.seed + i)
+                pairs.append((fault, seen))
+            return pairs
+
+        done["virtual"] = planted(ranks.run_virtual, "on virtual links", 0.0)
         for i in range(clean // _CHUNK):
             context.progress("clean steps", 0.3 + 0.2 * i / (clean // _CHUNK))
             seed = context.seed + 10_000 + i
             done["clean"].append(_within(ranks.run_virtual, _WORLD, _CHUNK, None, seed=seed))
         if quick:
             return done
-        for i, fault in enumerate(faults):
-            context.progress(f"{fault.kind} in real time", 0.5 + 0.3 * i / count)
-            done["threads"].append(
-                (fault, _within(ranks.run_threads, _WORLD, steps, fault, seed=context.seed + i))
-            )
-        done["why"] = unavailable() or ""
-        if not done["why"]:
+        done["threads"] = planted(ranks.run_threads, "in real time", 0.5)
+        if unavailable() is None:
             done["shaped"] = _shaped(context, ranks)
         return done
 
@@ -166,11 +145,6 @@ def _shaped(context: ExperimentContext, ranks: Any) -> list[tuple[InjectedFault,
             )  # fmt: skip
             results.append((fault, Evidence.load(folder)))
     return results
-
-
-def _missed(where: str, fault: InjectedFault, verdict: FaultVerdict) -> str:
-    said = ", ".join(f"{f.kind} {f.place} {list(f.ranks)}" for f in verdict.faults) or "nothing"
-    return f"{where}: {fault.kind} {fault.place} {list(fault.ranks)} x{fault.factor:.1f}: {said}"
 
 
 def longest_waiter(evidence: Evidence) -> FaultVerdict:

@@ -1,8 +1,6 @@
 """What the ranks of claim [4] C4 do: a watched exchange and a sum, step after step, with faults.
 
-Faults are put under the watched communicator, or beside it: the records say what happened, and
-the locator is not informed. On a virtual clock the links themselves are slow; on threads and on
-real processes a message is held up before it is sent.
+Faults are below or beside the watched communicator, and the locator is not informed of them.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,17 +27,10 @@ from shoal.train.watch.protocols import FaultVerdict
 from shoal.train.watch.recorder import Recorder
 from shoal.train.watch.watched_comm import WatchedComm
 
-__all__ = ["InjectedFault", "draw", "right", "run_processes_step", "run_threads", "run_virtual"]
-
 Kind = Literal[
     "communication_hang", "non_communication_hang", "communication_slow", "non_communication_slow"
 ]
-KINDS: tuple[Kind, ...] = (
-    "communication_hang",
-    "non_communication_hang",
-    "communication_slow",
-    "non_communication_slow",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 ELEMENTS = 1 << 14
 BANDWIDTH = 1e8
 LATENCY_S = 2e-5
@@ -54,15 +45,7 @@ _SWITCH_S = 2e-4
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A fault.
-
-    Args:
-        kind: one of the four syndromes.
-        place: rank, link, sender or receiver.
-        ranks: the rank; of a link, source and target.
-        factor: how many times slower.
-        step: from which step on.
-    """
+    """A syndrome at a rank, link, sender or receiver: how many times slower, from which step on."""
 
     kind: Kind
     place: str
@@ -166,23 +149,8 @@ class _SlowLinks(Links):
         return rate / fault.factor if fault is not None and fault.slows(*link) else rate
 
 
-def _stops(fault: InjectedFault | None, rank: int, step: int) -> bool:
-    return (
-        fault is not None
-        and fault.kind == "non_communication_hang"
-        and fault.ranks == (rank,)
-        and step >= fault.step
-    )
-
-
-def _slowness(fault: InjectedFault | None, rank: int, step: int) -> float:
-    slow = (
-        fault is not None
-        and fault.kind == "non_communication_slow"
-        and fault.ranks == (rank,)
-        and step >= fault.step
-    )
-    return fault.factor if slow and fault is not None else 1.0
+def _has(fault: InjectedFault | None, kind: Kind, rank: int, step: int) -> bool:
+    return fault is not None and (fault.kind, fault.ranks) == (kind, (rank,)) and step >= fault.step
 
 
 def _jitter(seed: int, rank: int, step: int) -> float:
@@ -239,11 +207,13 @@ def _record(
     rooms = [torch.empty(ELEMENTS) for _ in range(world)]
     for step in range(steps):
         recorder.step = below.step = step
-        seconds = compute_s * _jitter(seed, me, step) * _slowness(fault, me, step)
+        seconds = compute_s * _jitter(seed, me, step)
+        if fault is not None and _has(fault, "non_communication_slow", me, step):
+            seconds *= fault.factor
 
         def compute(step: int = step, seconds: float = seconds) -> None:
             spend(seconds)
-            if _stops(fault, me, step):
+            if _has(fault, "non_communication_hang", me, step):
                 _Never(below.inner).wait()
 
         _step(comm, step, data, rooms, compute)

@@ -1,19 +1,14 @@
 """[13] CO2: do workers lose no time on a slow network, and little of what they learn?
 
-Source: Sun et al., CO2: Efficient Distributed Training with Full Communication-Computation
-Overlap, ICLR 2024.
+Source: Sun et al., CO2: Efficient Distributed Training with Full Communication-Computation Overlap,
+ICLR 2024.
 
-- Two processes in network namespaces, 50 Mbit/s between them: rounds of CO2 beside steps that sum
-  their gradients and beside rounds of local SGD, in turn, each begun with its link as busy as it
-  is in a long run; and beside the same two processes on a link without shaping.
-- A model of 1.3 M parameters trained on bytes by two workers, for three seeds and as many tokens
-  each: held-out loss beside that of summed gradients; of one seed, beside local SGD and without
-  penalty and clipping. AdamW's first moment decays by 0.5 for all: what is applied a round late
-  overshoots where it is also remembered for ten steps. Changes travel in bf16, as local SGD's do.
-- Workers that are threads beside their simulation one after the other: bits that differ.
-
-The A/A run has summed gradients in the place of CO2 where these are the baseline, and local SGD
-elsewhere.
+Two processes with 50 Mbit/s between them: rounds of CO2, steps that sum gradients, rounds of local
+SGD, in turn, each begun with its link as busy as in a long run. A model of 1.3 M parameters on
+bytes by two workers, three seeds: held-out loss beside summed gradients. AdamW's first moment
+decays by 0.5 for all: what is applied a round late overshoots where it is also remembered for ten
+steps. Threads beside their simulation: bits that differ. The A/A run has the baselines in CO2's
+place.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ import contextlib
 import itertools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -39,8 +34,6 @@ from shoal.model.config import ModelConfig
 if TYPE_CHECKING:
     from pydantic import JsonValue
     from torch import Tensor
-
-__all__ = ["CO2Claim"]
 
 _RANKS = "shoal.claims.experiments.co2_ranks"
 # What the losses depend on.
@@ -60,7 +53,7 @@ _Times = dict[str, list[tuple[float, ...]]]
 
 
 @part
-class CO2Claim(BaseClaim):
+class CO2Claim(BaseClaim, row=13, needs=("torch",)):
     """Two workers over 50 Mbit/s beside summed gradients and beside local SGD.
 
     Args:
@@ -80,9 +73,6 @@ class CO2Claim(BaseClaim):
     steps: Annotated[int, Ge(1)] = 2400
     seeds: Annotated[int, Ge(1)] = 3
 
-    rows: ClassVar[tuple[int, ...]] = (13,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
-
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         run.progress("workers beside their simulation", 0.0)
@@ -98,10 +88,8 @@ class CO2Claim(BaseClaim):
         # Rounds as long whose averages are not late lose this much.
         bound = losses["local_sgd"][0] - summed[0]
         run.put("loss_gap", (a - b for a, b in zip(ours, summed, strict=True)), bound=bound)
-        run.details |= {"learned": learned.details(), "heldout_loss": losses}
-        why = unavailable()
-        if why is not None:
-            run.skip(why, *_TIMED)
+        run.details["learned"] = learned.details()
+        if run.lacks(unavailable(), *_TIMED):
             return
         # The A/A run has a baseline in the place of CO2 for each comparison.
         kinds = {"every_step": "every_step", "local_sgd": "local_sgd", "co2": "co2"}
@@ -127,25 +115,15 @@ class CO2Claim(BaseClaim):
         run.put("not_exposed", (1 - share for _, share in timed[over_local]))
         unlimited = {name: [pair[0] for pair in pairs] for name, pairs in free.items()}
         run.put("kept", run.pick(seconds["co2"], unlimited[kept]), unlimited["co2"])
-        run.details |= {
-            "step_s": seconds,
-            "exposed": {name: [share for _, share in pairs] for name, pairs in timed.items()},
-            "unshaped_step_s": unlimited,
-        }
         run.profile = ", ".join(
             f"{name} {1e3 * sorted(of)[len(of) // 2]:.0f} ms a step" for name, of in seconds.items()
         )
 
     def _job(self, sync: Any, seed: int = 0) -> TrainJob:
         return train_job(
-            model="shoal-1m",
-            seq_len=128,
-            global_batch=8,
-            parallel={"dp": 2},
-            optimizer={"name": "adamw", "lr": 4e-3, "beta1": 0.5},
-            sync=sync,
-            seed=seed,
-        )
+            model="shoal-1m", seq_len=128, global_batch=8, parallel={"dp": 2}, sync=sync,
+            optimizer={"name": "adamw", "lr": 4e-3, "beta1": 0.5}, seed=seed,
+        )  # fmt: skip
 
     def _syncs(self) -> dict[str, Any]:
         rounds = {"tau": self.tau, "dtype": "bf16"}

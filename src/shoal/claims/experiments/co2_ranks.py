@@ -21,21 +21,12 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
 
-__all__ = ["CO2Worker", "learn", "time_rounds", "time_steps"]
-
 # Share of the steps in which the learning rate rises.
 _WARM = 0.1
 
 
 class CO2Worker:
-    """One rank of a job that learns the standard library's bytes, step by step.
-
-    Args:
-        comm: all ranks.
-        job: what is trained; its batch is that of all ranks.
-        config: the model.
-        total: steps of the run.
-    """
+    """One rank of a job that learns the standard library's bytes, step by step."""
 
     def __init__(self, comm: Comm, job: TrainJob, config: ModelConfig, total: int) -> None:
         self.session = RankSession(comm, job, config, SeededWeights(config, job.seed))
@@ -70,18 +61,10 @@ class CO2Worker:
 def time_rounds(
     comm: Comm, *, jobs: Sequence[TrainJob], config: ModelConfig, steps: Sequence[int], turns: int
 ) -> list[list[list[float]]]:
-    """Time some steps of every job in turn, on this rank.
+    """Seconds of a step and the share of it in which this rank waited, by job and turn.
 
-    Args:
-        comm: all ranks.
-        jobs: what to time.
-        config: the model.
-        steps: of each job that are timed in a row, after as many that are not: what travels of
-            those is still under way when the clock starts.
-        turns: how often all jobs are gone through, forward and backward in turn.
-
-    Returns:
-        By job and turn, seconds of a step and the share of it in which the rank waited.
+    Each job makes as many steps before those that are timed: what travels of them is under way when
+    the clock starts.
     """
     keep_freed_memory()
     workers = [CO2Worker(comm, job, config, 10**5) for job in jobs]  # no step is the last
@@ -112,18 +95,7 @@ def learn(comm: Comm, *, jobs: Sequence[TrainJob], config: ModelConfig, steps: i
 def time_steps(
     comm: Comm, *, job: TrainJob, config: ModelConfig, steps: int
 ) -> dict[str, list[float]]:
-    """Time training steps on this rank, after one that is not timed.
-
-    Args:
-        comm: all ranks.
-        job: what is trained.
-        config: the model.
-        steps: timed steps.
-
-    Returns:
-        Seconds of each step, and this rank's squared norm of the weights at the end: equal where
-        the same rows were learnt in the same order.
-    """
+    """Seconds of each training step, and this rank's squared norm of the weights at the end."""
     keep_freed_memory()
     worker = CO2Worker(comm, job, config, steps + 1)
     timed = in_turn(comm, {"seconds": worker.step}, steps)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -30,16 +29,9 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
 
-__all__ = ["time_modes", "wrong_versions"]
-
 
 class SlowSink:
-    """A file on a disk of a given rate.
-
-    Args:
-        sink: the file.
-        link: the disk's rate.
-    """
+    """A file on a disk of a given rate."""
 
     def __init__(self, sink: FileSink, link: EmulatedLink) -> None:
         self._sink, self._link = sink, link
@@ -68,12 +60,7 @@ def slow_store(place: Path, link: EmulatedLink) -> Store:
 
 
 class SlowFile(io.RawIOBase):
-    """A file for ``torch.save`` on a disk of a given rate.
-
-    Args:
-        path: the file.
-        link: the disk's rate.
-    """
+    """A file for ``torch.save`` on a disk of a given rate."""
 
     def __init__(self, path: Path, link: EmulatedLink) -> None:
         self._file = path.open("wb")
@@ -98,12 +85,7 @@ class SlowFile(io.RawIOBase):
 
 
 class TorchSave:
-    """Saves with ``torch.save`` while training waits; the newest file takes the old one's place.
-
-    Args:
-        place: directory of the file.
-        link: the disk's rate.
-    """
+    """Saves with ``torch.save`` while training waits; the newest file replaces the old one."""
 
     def __init__(self, place: Path, link: EmulatedLink) -> None:
         self._place, self._link = place, link
@@ -118,18 +100,12 @@ class TorchSave:
     def before_update(self) -> None:
         """Nothing is under way."""
 
-    def close(self) -> None:
-        """Nothing is under way."""
+    close = before_update
 
 
 @dataclass
 class DataStatesTraining:
-    """A model, its optimizer, and a batch of random tokens.
-
-    Args:
-        config: the model.
-        tokens: of a step.
-    """
+    """A model, its optimizer, and a batch of random tokens."""
 
     config: ModelConfig
     tokens: int
@@ -177,28 +153,15 @@ def time_modes(
     steps: int,
     bytes_per_s: float,
     modes: list[str],
-    peer: bool,
 ) -> dict[str, Any]:
     """Seconds of steps that are saved, and for which saving held them up, mode by mode in turns.
 
-    Args:
-        comm: this one rank.
-        config: the model.
-        tokens: of a step.
-        root: where checkpoints are written.
-        rounds: turns of each mode.
-        steps: of a turn, after one that is not counted.
-        bytes_per_s: of the disk.
-        modes: ``torch.save`` or modes of ours.
-        peer: measure ``async_save`` of torch.distributed.checkpoint too, without a slow disk.
-
-    Returns:
-        mode -> ``step`` and ``blocked`` seconds of every step; ``none`` -> seconds of a step that
-        is not saved; ``peer`` -> seconds for which ``async_save`` holds training up; ``bytes``.
+    The first step of a turn does not count. Returns mode -> ``step`` and ``blocked`` seconds of
+    every step; ``peer``, for which ``async_save`` of torch.distributed.checkpoint holds training
+    up, without a slow disk.
     """
     run = DataStatesTraining(config, tokens)
     times: dict[str, Any] = {mode: {"step": [], "blocked": []} for mode in modes}
-    times["bytes"] = sum(tensor.nbytes for tensor in run.held().values())
     number = 0
     for turn in range(rounds):
         for mode in modes[:: -1 if turn % 2 else 1]:
@@ -218,9 +181,7 @@ def time_modes(
                         times[mode]["blocked"].append(blocked)
                         times[mode]["step"].append(time.perf_counter() - begin)
             shutil.rmtree(place)
-    times["none"] = statistics.median(_seconds(lambda: run.step(lambda: None)) for _ in range(3))
-    if peer:
-        times["peer"] = _peer(run, Path(root))
+    times["peer"] = _peer(run, Path(root))
     return times
 
 
@@ -239,26 +200,10 @@ def _peer(run: DataStatesTraining, root: Path) -> list[float]:
     return results[1:]
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
 def wrong_versions(
     *, config: ModelConfig, root: Path, steps: int, bytes_per_s: float, guarded: bool
 ) -> int:
-    """Steps whose checkpoint is not the state of that step, bit for bit, or is not there.
-
-    The update of a step follows at once upon the save before it, and the disk is slow.
-
-    Args:
-        config: a small model.
-        root: where checkpoints are written.
-        steps: with a save after each.
-        bytes_per_s: of the disk.
-        guarded: updates wait for what they change.
-    """
+    """Steps whose checkpoint is missing or not that step's state, bit for bit, on a slow disk."""
     run = DataStatesTraining(config, 32)
     store = slow_store(root, EmulatedLink(bytes_per_s))
     store.keep = steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,6 @@ from shoal.claims.experiments import tiny
 from shoal.claims.protocols import ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import Choice
-
-__all__ = [
-    "TARGET",
-    "agreement",
-    "corpus_of",
-    "drafter_of",
-    "peer_rates",
-    "prompts_of",
-    "seconds_per_token",
-    "summarize",
-    "target_of",
-]
 
 TARGET = "shoal-27m"
 
@@ -93,27 +80,13 @@ def drafter_of(
     tokens: int | None = None,
     seed: int = 0,
     **options: Any,
-) -> tuple[Path, float | None]:
-    """The directory of a drafter for the target, and the s that its training took, if known.
-
-    It is trained if it is not there.
-    """
+) -> Path:
+    """The directory of a drafter for the target, trained if it is not there."""
     from shoal.train.zoo.drafters import drafter
 
-    def make() -> tuple[Path, float | None]:
-        place = drafter(
-            kind,
-            target_of(context),
-            tokens=tokens,
-            seed=seed,
-            say=lambda line: context.progress(line, 0.1),
-            **options,
-        )
-        try:
-            said = json.loads((place / "training.json").read_bytes())["seconds"]
-        except FileNotFoundError:
-            said = None
-        return place, said
+    def make() -> Path:
+        say = lambda line: context.progress(line, 0.1)  # noqa: E731
+        return drafter(kind, target_of(context), tokens=tokens, seed=seed, say=say, **options)
 
     return context.remember(f"drafter {kind} {tokens} {seed} {sorted(options.items())}", make)
 
@@ -131,30 +104,10 @@ def summarize(answers: Sequence[DecodeBatchResult]) -> dict[str, float]:
     }
 
 
-def agreement(found: Sequence[DecodeBatchResult], wanted: Sequence[DecodeBatchResult]) -> float:
-    """Share of tokens before the first that differs, over all answers; 1 where all are equal."""
-    same = total = 0
-    for one, other in zip(found, wanted, strict=True):
-        for mine, theirs in zip(one.tokens, other.tokens, strict=True):
-            total += len(theirs)
-            for a, b in zip(mine, theirs, strict=False):
-                if a != b:
-                    break
-                same += 1
-    return same / max(1, total)
-
-
 def peer_rates(
     target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, ours: Callable[[int], float]
 ) -> PairedSamples:
-    """Tokens per s of plain greedy decoding by our engine and by transformers, prompt by prompt.
-
-    Args:
-        target: model directory.
-        prompts: token ids.
-        new_tokens: of each answer.
-        ours: place of a prompt -> seconds of our answer, taken now.
-    """
+    """Tokens per s of plain greedy decoding by our engine and by transformers, prompt by prompt."""
     import time
 
     import torch

@@ -2,20 +2,18 @@
 
 Source: Maurya et al., Deep Optimizer States, 2024.
 
-One process has a host, a thread on one core, and a device, a thread on the other; copies between
-them are real and held to a rate, and so is the host, because two equal cores are no real server:
-published hosts update some twenty times slower than their devices. With three rates of the link,
-by which a stride of 2, 3 and 4 is predicted, every stride is measured beside the host alone. What
-two equal cores gain without any of this is reported as well. The A/A run has the host alone in the
-place of every stride. The timeline of a published machine is played, not run.
+Host and device are threads on a core each; their copies and the host are held to rates, because two
+equal cores are no real server. With three rates of the link every stride is measured beside the
+host alone. What two equal cores gain without any of this is reported as well. The A/A run has the
+host alone. The timeline of a published machine is played, not run.
 """
 
 from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge
 
@@ -27,15 +25,12 @@ from shoal.plan.memory.stride import (
     UpdatePattern,
     UpdateRates,
     choose,
-    steady_stride,
     timeline,
 )
 from shoal.train.optimizers.adamw import AdamW
 
 if TYPE_CHECKING:
     from shoal.memory.offload.interleaved import InterleavedUpdater, Workers
-
-__all__ = ["DeepOptimizerStatesClaim"]
 
 # Host 1.5, device 25, conversion 8 and link 12 billion parameters or words a second: H100 class.
 _PUBLISHED = UpdateRates(host=1.5e9, device=25e9, convert=8e9, link=12e9)
@@ -47,7 +42,7 @@ _EXACT_STEPS = 10
 
 
 @part
-class DeepOptimizerStatesClaim(BaseClaim):
+class DeepOptimizerStatesClaim(BaseClaim, row=51, needs=("torch",), cores=2):
     """Updates of bf16 weights with an fp32 state on the host.
 
     Args:
@@ -62,10 +57,6 @@ class DeepOptimizerStatesClaim(BaseClaim):
     host_rate: Annotated[float, Ge(1)] = 3e7
     pairs: Annotated[int, Ge(1)] = 11
 
-    rows: ClassVar[tuple[int, ...]] = (51,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
-    cores: ClassVar[int] = 2
-
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         run.progress("ten exact steps", 0.02)
@@ -76,14 +67,13 @@ class DeepOptimizerStatesClaim(BaseClaim):
         alone = played[0].seconds
         run.put("published_update", run.pick(best.seconds, alone), alone)
         if run.quick:
-            run.details["published"] = best.pattern.describe()
             return
         from shoal.memory.offload.interleaved import Workers, rates_of
         from shoal.memory.tiers.mover import EmulatedLink
 
         pace = Workers(cores=(0, 1), host_rate=self.host_rate)
         rates = run.remember("rates", lambda: rates_of(self.sub_group, AdamW(fused=False), pace))
-        off, values, said = [], [], []
+        off, said = [], []
         for index, wanted in enumerate(_WANTED):
             run.progress(f"a link for a stride of {wanted}", 0.1 + 0.25 * index)
             words = _link_for(rates, self.sub_group, wanted)
@@ -92,8 +82,7 @@ class DeepOptimizerStatesClaim(BaseClaim):
             workers = Workers(cores=(0, 1), host_rate=self.host_rate, link=link)
             sizes = [self.sub_group] * self.groups
             predicted = {
-                stride: timeline(there, sizes, self._pattern(sizes, stride)).seconds
-                for stride in _ORDER
+                stride: timeline(there, sizes, _pattern(sizes, stride)).seconds for stride in _ORDER
             }
             auto = min(_ORDER, key=lambda stride: predicted[stride])
             timed = self._race(
@@ -105,16 +94,6 @@ class DeepOptimizerStatesClaim(BaseClaim):
             if wanted == 2:
                 bound = predicted_limit(rates)
                 run.put("update", timed[str(auto)], timed[str(HOST_ONLY)], bound=bound)
-            values.append(
-                {
-                    "link_words_per_s": words,
-                    "stride_of_the_formula": steady_stride(there, self.sub_group),
-                    "chosen": auto,
-                    "best": fastest,
-                    "predicted_s": predicted,
-                    "measured_s": medians,
-                }
-            )
             said.append(
                 f"link {words / 1e6:.0f} M words/s: chosen {_named(auto)}, best {_named(fastest)}, "
                 f"{medians[HOST_ONLY] / medians[auto]:.2f}x the host alone, predicted "
@@ -125,7 +104,6 @@ class DeepOptimizerStatesClaim(BaseClaim):
         equal = self._equal_cores(run)
         said.append(f"two equal cores and no rate held: {equal:.2f}x the host alone")
         run.profile = "; ".join(said)
-        run.details |= {"settings": values, "equal_cores": equal, "rates": rates.model_dump()}
 
     def _race(
         self,
@@ -143,9 +121,6 @@ class DeepOptimizerStatesClaim(BaseClaim):
             one.close()
         return timed
 
-    def _pattern(self, sizes: list[int], stride: int) -> UpdatePattern:
-        return UpdatePattern(groups=len(sizes), stride=stride)
-
     def _made(self, workers: Workers, stride: int, fused: bool) -> InterleavedUpdater:
         import torch
 
@@ -157,7 +132,7 @@ class DeepOptimizerStatesClaim(BaseClaim):
             {"weights": torch.zeros(1, total, dtype=torch.bfloat16)},
             AdamW(fused=fused),
             sub_group=self.sub_group,
-            pattern=lambda sizes: self._pattern(list(sizes), stride),
+            pattern=lambda sizes: _pattern(sizes, stride),
             device=BudgetedTier("device", 8 * total + 24 * self.sub_group + 2**20),
             host=BudgetedTier("host", 16 * total + 2**20),
             workers=workers,
@@ -191,6 +166,10 @@ class DeepOptimizerStatesClaim(BaseClaim):
             "update", (s / total for s in timed["single"]), (s / total for s in timed["torch"])
         )
         return statistics.median(timed["host"]) / statistics.median(timed["both"])
+
+
+def _pattern(sizes: Sequence[int], stride: int, *, mirrored: bool = False) -> UpdatePattern:
+    return UpdatePattern(groups=len(sizes), stride=stride, mirrored=mirrored)
 
 
 def _named(stride: int) -> str:
@@ -243,21 +222,15 @@ def _exact(seed: int, as_baseline: bool) -> tuple[int, float]:
             {"w": own},
             rule,
             sub_group=size,
-            pattern=lambda sizes, k=stride, m=mirrored: UpdatePattern(  # type: ignore[misc]
-                groups=len(sizes), stride=k, mirrored=m
-            ),
+            pattern=functools.partial(_pattern, stride=stride, mirrored=mirrored),
             device=device,
             host=BudgetedTier("host", 2**22),
         )
         theirs = torch.nn.Parameter(start.clone())
         torchs = torch.optim.AdamW(
-            [theirs],
-            lr=rule.lr,
-            betas=(rule.beta1, rule.beta2),
-            eps=rule.eps,
-            weight_decay=rule.weight_decay,
-            foreach=False,
-        )
+            [theirs], lr=rule.lr, betas=(rule.beta1, rule.beta2), eps=rule.eps,
+            weight_decay=rule.weight_decay, foreach=False,
+        )  # fmt: skip
         draws = torch.Generator().manual_seed(seed + 1)
         for _ in range(_EXACT_STEPS):
             gradient = torch.randn(start.shape, generator=draws)

@@ -2,17 +2,12 @@
 
 Source: Ma et al., dInfer: An Efficient Inference Framework for Diffusion Language Models, 2025.
 
-Problems with one right answer each (sorting, sums with carries, JSON), of seeds that the model was
-not trained on, one after the other. The arms are the same model under other parts: one token an
-iteration without a cache; the recipe of Fast-dLLM, a threshold of 0.9 with a dual cache; and the
-whole recipe, with a lighter smoothing, chosen on problems of another seed. They take turns problem
-by problem. Tokens are those of answers, their end included, and not what fills a block behind it.
-The A/A run puts one token an iteration in the place of the recipe. Also reported are the paper's
-smoothing, the recipe without any, its other policy, and an autoregressive model of the same shape,
-trained on the same problems for as many tokens.
-
-The quick run needs no trained model: a fresh one, and what can be counted with it. Answers of a
-batch are those of single requests, and one token an iteration is the published order.
+Problems with one right answer each, of seeds that the model was not trained on; the arms take turns
+problem by problem: one token an iteration without a cache; Fast-dLLM's threshold of 0.9 with a dual
+cache; and the whole recipe, with a lighter smoothing chosen on problems of another seed. Also
+reported: the paper's smoothing, none, the other policy, and an autoregressive model of the same
+shape. The A/A run puts one token an iteration in the place of the recipe; the quick run counts with
+a fresh model.
 """
 
 from __future__ import annotations
@@ -20,14 +15,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from annotated_types import Ge
 
 from shoal.claims.bench.decode import distinct_runs
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.experiments.tiny import requests, served
+from shoal.claims.experiments.tiny import requests, serve_job, served
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
@@ -41,8 +36,6 @@ from shoal.train import zoo
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.serve.engine.loop import Engine
-
-__all__ = ["DInfer"]
 
 _ONE = "one token an iteration, no cache"
 _FAST = "threshold 0.9, dual cache"
@@ -89,7 +82,7 @@ class _Answer(NamedTuple):
 
 
 @part
-class DInfer(BaseClaim):
+class DInfer(BaseClaim, row=107):
     """Answers and their price, by arm.
 
     Args:
@@ -99,8 +92,6 @@ class DInfer(BaseClaim):
 
     problems: int = 900
     rounds: Annotated[int, Ge(1)] = 10
-
-    rows: ClassVar[tuple[int, ...]] = (107,)
 
     def __post_init__(self) -> None:
         require(
@@ -116,39 +107,26 @@ class DInfer(BaseClaim):
             self._count(run)
             if run.quick:
                 return
-            result = run.remember("answers", lambda: self._answers(run.context))
-        answers: dict[str, list[list[_Answer]]] = result["answers"]
+            answers = run.remember("answers", lambda: self._answers(run.context))
         full, one, fast = (answers[arm] for arm in (run.pick(_FULL, _ONE), _ONE, _FAST))
         run.put("tokens_a_pass", map(_tokens_a_pass, full), map(_tokens_a_pass, one))
         run.put("over_one", map(_seconds, full), map(_seconds, one))
         run.put("accuracy_beside_one", _right(full), _right(one))
         run.put("tokens_a_pass_over_fast", map(_tokens_a_pass, full), map(_tokens_a_pass, fast))
         run.put("accuracy_beside_fast", _right(full), _right(fast))
-        table = {arm: _row(rounds) for arm, rounds in answers.items()}
-        run.details |= {
-            "arms": table,
-            "excluded_as_looping": result["excluded"],
-            "training_s": result["training_s"],
-        }
-        run.profile = "; ".join(
-            f"{arm}: {row['seconds_a_pass'] * 1e3:.2f} ms a pass, {row['tokens_a_pass']:.2f} tokens"
-            for arm, row in table.items()
-        )
+        run.profile = "; ".join(_said(arm, rounds) for arm, rounds in answers.items())
 
     # ------------------------------------------------------------------ a trained model
 
-    def _answers(self, context: ExperimentContext) -> dict[str, Any]:
+    def _answers(self, context: ExperimentContext) -> dict[str, list[list[_Answer]]]:
         """Answers of every arm by rounds; those that loop in any arm are left out of all."""
         context.progress("training the models, minutes the first time", 0.0)
-        began = time.perf_counter()
         places = {arm: zoo.trained(_MODEL) for arm in _EVERY} | {_AR: zoo.trained(_OTHER)}
-        training_s = time.perf_counter() - began
         engines = {arm: _Asked(place, _EVERY.get(arm)) for arm, place in places.items()}
         warm = problem("train", 0)
         for request in engines.values():
             request(warm)
         answers: dict[str, list[list[_Answer]]] = {arm: [] for arm in engines}
-        excluded = 0
         size = self.problems // self.rounds
         for turn in range(self.rounds):
             context.progress("answers", 0.1 + 0.9 * turn / self.rounds)
@@ -156,14 +134,12 @@ class DInfer(BaseClaim):
             for number in range(turn * size, (turn + 1) * size):
                 asked_for = problem("heldout", number, context.seed)
                 one = {arm: asked(asked_for) for arm, asked in engines.items()}
-                if min(answer.distinct for answer in one.values()) < _DISTINCT:
-                    excluded += 1
-                    continue
-                for arm, answer in one.items():
-                    kept[arm].append(answer)
+                if min(answer.distinct for answer in one.values()) >= _DISTINCT:
+                    for arm, answer in one.items():
+                        kept[arm].append(answer)
             for arm, some in kept.items():
                 answers[arm].append(some)
-        return {"answers": answers, "excluded": excluded, "training_s": training_s}
+        return answers
 
     # ------------------------------------------------------------------ a fresh model
 
@@ -214,17 +190,8 @@ def _published(model: Transformer, prompt: Sequence[int], torch: Any) -> list[in
 
 def _job(model: str, decode: dict[str, Any] | None, block: int = _BLOCK) -> ServeJob:
     diffusion = None if decode is None else {"name": "diffusion", "block": block, **decode}
-    return ServeJob.model_validate(
-        {
-            "model": model,
-            "precision": "fp32",
-            "threads": 1,
-            "max_running": 4,
-            "kv_tokens": 1024,
-            "max_position": 96,
-            "decode": diffusion or "autoregressive",
-        }
-    )
+    how = diffusion or "autoregressive"
+    return serve_job(model, max_running=4, kv_tokens=1024, max_position=96, decode=how)
 
 
 def _engine(model: Transformer, decode: dict[str, Any], block: int = _BLOCK) -> Engine:
@@ -262,13 +229,8 @@ class _Asked:
         (new,) = served(self._engine, [request])
         seconds = time.perf_counter() - began
         text = self._tokenizer.decode(new[:-1] if new[-1] == self._end else new)
-        return _Answer(
-            is_right(asked.prompt, text),
-            len(new),
-            round(self._forwards() - before),
-            seconds,
-            distinct_runs(new),
-        )
+        forwards, right = round(self._forwards() - before), is_right(asked.prompt, text)
+        return _Answer(right, len(new), forwards, seconds, distinct_runs(new))
 
     def _forwards(self) -> float:
         return self._engine.stats()["diffusion_forwards_total" if self._diffuses else "steps_total"]
@@ -286,15 +248,11 @@ def _right(rounds: Sequence[Sequence[_Answer]]) -> float:
     return float(np.mean([one.right for some in rounds for one in some]))
 
 
-def _row(rounds: Sequence[Sequence[_Answer]]) -> dict[str, float]:
+def _said(arm: str, rounds: Sequence[Sequence[_Answer]]) -> str:
     """What an arm did, in numbers."""
     every = [one for some in rounds for one in some]
-    passes, seconds = sum(one.forwards for one in every), sum(one.seconds for one in every)
-    return {
-        "accuracy": _right(rounds),
-        "tokens_a_pass": _tokens_a_pass(every),
-        "tokens_a_second": sum(one.tokens for one in every) / seconds,
-        "passes": float(passes),
-        "seconds_a_pass": seconds / passes,
-        "distinct_4_grams": float(np.mean([one.distinct for one in every])),
-    }
+    seconds = sum(one.seconds for one in every) / sum(one.forwards for one in every)
+    return (
+        f"{arm}: {1e3 * seconds:.2f} ms a pass, {_tokens_a_pass(every):.2f} tokens, "
+        f"{_right(rounds):.3f} right"
+    )

@@ -2,21 +2,18 @@
 
 Source: Luo et al., Benchmarking and Dissecting the NVIDIA Hopper GPU Architecture, 2024.
 
-What is claimed here, on the CPU: the pointer chase goes where no prefetcher follows (the
-only count, and so the quick run) and finds the sizes of the caches that the operating
-system reports; latencies of adjacent levels differ clearly; rooflines made of
-probes predict how long torch's matrix products take; a repeated run of the compute
-probes agrees. The A/A run replaces each by the trap it avoids: a walk in the order of
-addresses, which the prefetcher hides; the peak of a data sheet; a single cold sample.
-The GPU part is skipped with its reason where there is no GPU.
+Caches that the operating system reports must be found by a pointer chase, levels must differ,
+rooflines of probes must predict matrix products, and probes must repeat. The A/A run has the trap
+that each avoids: a walk in the order of addresses, a data sheet's peak, one cold sample.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Ge
 
@@ -35,8 +32,6 @@ from shoal.machine.probes.memory_bandwidth import MemoryBandwidth
 from shoal.machine.probes.memory_latency import MemoryLatency, PointerChain
 from shoal.machine.probes.units import Units
 from shoal.machine.protocols import ProbeContext as Probing
-
-__all__ = ["SHAPES", "Dissect", "adjacent_ratios", "predict", "prefetchable_steps", "size_errors"]
 
 # (m, n, k): tokens x outputs x inputs, as in the linear layers of small language models,
 # from a few tokens to a full batch, and squares between the sizes that were probed.
@@ -72,21 +67,21 @@ REPEATED = ("fma_fp32", "fma_fp64", "dot_bf16", "dot_int8", "permute_bytes", "po
 
 
 @part
-class Dissect(BaseClaim):
+class Dissect(BaseClaim, row=48):
     """Cache sizes, latency levels, roofline predictions and repeatability of this machine.
 
     Args:
         largest_bytes: last footprint of the full run's pointer chase.
         repeats: samples of each probe and of each predicted product.
+        runs: of the pointer chase, from start to end.
         threads: threads of the predicted products; 0 for all cores. Several threads
             wait for each other, so on a shared machine they show the neighbours.
     """
 
     largest_bytes: int = 2**30
     repeats: Annotated[int, Ge(3)] = 9
+    runs: Annotated[int, Ge(1)] = 5
     threads: int = 1
-
-    rows: ClassVar[tuple[int, ...]] = (48,)
 
     def __post_init__(self) -> None:
         require(
@@ -111,30 +106,30 @@ class Dissect(BaseClaim):
         return None
 
     def collect(self, run: ClaimRun) -> None:
-        """Count prefetchable steps; the full run also probes, for about 10 s.
-
-        Raises:
-            NoisyMachineError: the machine is busy with something else after the full run.
-        """
+        """Count prefetchable steps; the full run also probes, for about 10 s."""
         share = prefetchable_steps(CHAIN_BYTES, seed=run.seed, random=not run.as_baseline)
         run.put("prefetchable_steps", share)
         if run.quick:
             return
         with Probing(fast=True, home=run.work_dir) as probing:
-            run.progress("memory latency", 0.0)
-            chase = MemoryLatency(
+            latency = MemoryLatency(
                 largest_bytes=int(min(self.largest_bytes, 0.25 * host.memory_available())),
                 repeats=self.repeats,
                 huge_pages="on",
                 order=run.pick("random", "sequential"),
-            ).run(probing)
+            )
+            chases = []
+            for number in range(self.runs):
+                run.progress("memory latency", 0.2 * number / self.runs)
+                chases.append(latency.run(probing))
             run.details |= {
                 "caches_os": host.caches(),
-                "latency_s": [[m.at, m.median] for m in chase if m.quantity == "latency"],
-                "levels": {m.quantity: m.median for m in chase if m.at is None},
+                "latency_s": [[m.at, m.median] for m in chases[0] if m.quantity == "latency"],
+                "levels": {m.quantity: m.median for m in chases[0] if m.at is None},
             }
-            run.put("cache_size_error", size_errors(chase, host.caches()))
-            run.put("level_ratio", adjacent_ratios(chase))
+            errors = [size_errors(chase, host.caches()) for chase in chases]
+            run.put("cache_size_error", map(statistics.median, zip(*errors, strict=True)))
+            run.put("level_ratio", (min(adjacent_ratios(chase)) for chase in chases))
             self._compute(run, probing)
             self._gpu(run, probing)
             if not run.as_baseline:
@@ -151,7 +146,7 @@ class Dissect(BaseClaim):
         bandwidth = MemoryBandwidth(repeats=5).run(probing)
         run.progress("matrix products", 0.4)
         probed = Matmul(repeats=self.repeats).run(probing)
-        products: list[list[Measurement]] = [[], []]
+        products: list[list[Measurement]] = [[] for _ in units]
         if "matmul.torch" in probing.skipped:
             run.skip(probing.skipped["matmul.torch"], "roofline_error")
         else:
@@ -174,7 +169,7 @@ class Dissect(BaseClaim):
             run.put("roofline_error", predicted, measured)
             run.progress("once more", 0.8)
             edge = Matmul(sizes=(512, 1024), repeats=repeats)
-            products = [edge.run(probing) for _ in range(2)]
+            products = [edge.run(probing) for _ in units]
         first, second = ([*units[at], *products[at]] for at in (0, 1))
         run.put("repeat_error", repeat_errors(first, second))
 
@@ -234,8 +229,8 @@ def predict(
 ) -> float:
     """Seconds of a product by the roofline: the slower of arithmetic and memory.
 
-    The arithmetic's ceiling is the probed rate of a cube of equal volume, interpolated
-    on logarithms; the memory's is the read bandwidth at a footprint of the operands' size.
+    Arithmetic is the probed rate of a cube of equal volume, memory the bandwidth at the operands'
+    size.
     """
     m, n, k = shape
     ceiling = _interpolate(

@@ -1,15 +1,10 @@
 """[40] DistServe: do separate instances for prompts and generation serve more under targets?
 
-- The simulated goodput per device of a model of 13 B parameters on devices like an A100, by the
-  coefficients that are given for them: one prefill and one decode instance beside engines that do
-  both, prompts first or in parts, over targets for the time per token. Where the target is loose,
-  separate instances lose, and that is claimed as well.
-- The simulator's waiting time beside the closed form of an M/D/1 queue.
-- Two real processes on one core each, in both ways, at five rates: attainment and throughput
-  predicted before each is served, and bytes of keys and values counted.
-
-The A/A run puts prompts-first engines in the place of separate instances, and a prediction
-without queues in the place of the simulator's.
+Goodput per device of a 13 B model, simulated from given coefficients: one prefill and one decode
+instance beside engines that do both, over targets for the time per token (where it is loose,
+separate instances lose: claimed as well). The simulator beside an M/D/1 queue's closed form. Two
+real processes at five rates, predicted before they are served. The A/A run has prompts-first
+engines, and a prediction without queues.
 
 Source: Zhong et al., DistServe: Disaggregating Prefill and Decoding for Goodput-optimized Large
 Language Model Serving, 2024.
@@ -18,7 +13,7 @@ Language Model Serving, 2024.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt
 
@@ -39,8 +34,6 @@ from shoal.plan.serving.goodput import Goodput, Slo, poisson
 
 if TYPE_CHECKING:
     from shoal.claims.experiments.distserve_real import RatePoint
-
-__all__ = ["COST", "DistServe", "system"]
 
 COST = Phased(
     prefill=PromptLine(step=18.1e-3, token=0.102e-3, square=7.1e-9),
@@ -86,7 +79,7 @@ def system(name: str) -> tuple[Callable[[Sequence[Arrival]], SimulatedFleet], in
 
 
 @part
-class DistServe(BaseClaim):
+class DistServe(BaseClaim, row=40):
     """Goodput under targets, simulated; two processes, predicted and served.
 
     Args:
@@ -98,8 +91,6 @@ class DistServe(BaseClaim):
     requests: Annotated[int, Ge(500)] = 600
     seconds: Annotated[float, Gt(0)] = 8.0
     model: str = "shoal-8m"
-
-    rows: ClassVar[tuple[int, ...]] = (40,)
 
     def collect(self, run: ClaimRun) -> None:
         """Simulate; then, unless it is quick, serve."""
@@ -134,17 +125,10 @@ class DistServe(BaseClaim):
         run.progress("curves", 0.1)
         for workload, ttft in (("code", _CODE_TTFT), ("chat", _CHAT_TTFT)):
             slos = [Slo(ttft=ttft, tpot=tpot) for tpot in _TPOTS]
-            curve = {
-                "apart": [found("apart", workload, slo) for slo in slos],
-                "prefill_first": [found("prefill_first", workload, slo) for slo in slos],
-                "chunked": [chunked(workload, slo) for slo in slos],
-            }
-            run.details[workload] = {
-                "ttft_s": ttft,
-                "tpot_s": _TPOTS,
-                "goodput_per_device": curve,
-                "loses_from_tpot_s": _crossing(curve),
-            }
+            curves = run.details[workload] = {"tpot_s": list(_TPOTS)}
+            for name in ("apart", "prefill_first"):
+                curves[name] = [found(name, workload, slo) for slo in slos]
+            curves["chunked"] = [chunked(workload, slo) for slo in slos]
         loose = Slo(ttft=_CHAT_TTFT, tpot=_CHAT_TPOT)
         better = max(found("prefill_first", "chat", loose), chunked("chat", loose))
         run.put("loose_chat", found(ours, "chat", loose), better)
@@ -161,7 +145,7 @@ class DistServe(BaseClaim):
         )
         run.put("wrong_bytes", sum(abs(p.moved[0] - p.moved[1]) for p in points))
         run.details["points"] = [point.model_dump(mode="json") for point in points]
-        run.profile = _profile(points)
+        run.profile = "; ".join(map(str, points))
 
     def _serve(self, run: ClaimRun) -> Sequence[RatePoint]:
         from shoal.claims.experiments.distserve_real import RealSystems
@@ -174,39 +158,9 @@ class DistServe(BaseClaim):
         check_quiet(wait_s=60.0)
         real = RealSystems(where, seconds=self.seconds, seed=run.seed)
         points = real.points()
-        run.details |= {
-            "around": real.around,
-            "attempts": [point.model_dump(mode="json") for point in real.attempts],
-            "slo": real.slo.model_dump() if real.slo else None,
-        }
+        # Also those that were made again: whatever the prediction was worth.
+        run.details["attempts"] = [point.model_dump(mode="json") for point in real.attempts]
         return points
-
-
-def _profile(points: Sequence[RatePoint]) -> str:
-    """Where predictions went wrong: attainment beside how much longer steps took than predicted."""
-    notes = []
-    for point in points:
-        drift = ", ".join(f"{name} {value:.2f}" for name, value in point.drift.items())
-        notes.append(
-            f"{point.system} at {point.rate:.1f}/s: {point.attained[0]:.2f} attained, "
-            f"{point.attained[1]:.2f} predicted, steps over those predicted: {drift}, median TPOT "
-            f"{1e3 * point.tpot_s[0][0]:.1f} ms, {1e3 * point.tpot_s[1][0]:.1f} predicted"
-        )
-    return "; ".join(notes)
-
-
-def _crossing(curve: dict[str, list[float]]) -> float | None:
-    """The tightest target from which on separate instances serve less than the better engine."""
-    lost = [
-        mine < max(first, chunked)
-        for mine, first, chunked in zip(
-            curve["apart"], curve["prefill_first"], curve["chunked"], strict=True
-        )
-    ]
-    for place in range(len(lost)):
-        if all(lost[place:]):
-            return _TPOTS[place]
-    return None
 
 
 def _queue_errors(seed: int, as_baseline: bool) -> list[float]:

@@ -1,16 +1,11 @@
 """What claim [40] DistServe runs for real: two engine processes, predicted and then served.
 
-A profile of steps shows where to begin: the targets, and the rates of a rehearsal with other
-requests. From then on every step that an instance takes in its loop is recorded, with what is
-around it and with the other instance beside it, and a line is fitted for each phase to what was
-recorded so far, and meets the sum of the last run. Before each rate the requests are predicted by
-it; then they are sent. Nothing that is measured at a rate is part of its own prediction.
-
-The machine of one minute is not that of the next, so fixed steps are timed in all instances before
-and after every run: what was learned is moved by how much they changed until just before the
-prediction. A rate during which they changed by more than 5 %, or during which other processes had
-more than 5 % of the cores, is predicted and served again with other requests, three times at most,
-whatever the prediction was worth; and nothing is learned from it. All attempts are kept.
+A profile of steps and a rehearsal with other requests are where predictions begin; then every step
+that an instance takes is recorded and fitted, so that nothing measured at a rate is part of its own
+prediction. Fixed steps are timed before and after every run. A rate during which they changed by
+more than 5 %, or other processes had more than 5 % of the cores, is predicted and served again,
+three times at most, whatever the prediction was worth, and nothing is learned from it. All attempts
+are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -37,7 +32,7 @@ from shoal.serve.bench.rehearse import OTHERS, PULSE, STEADY, spread_of
 if TYPE_CHECKING:
     from shoal.serve.cluster.disagg import DisaggEngine
 
-__all__ = ["PhaseCosts", "RatePoint", "RealSystems", "alone"]
+_T = TypeVar("_T")
 
 _LIMITS = SchedulerLimits(max_running=32, max_step_tokens=256, max_position=1024)
 _KV_TOKENS = 8192
@@ -45,8 +40,6 @@ _RATES = (0.4, 0.7, 0.9, 1.1, 1.4)
 _REHEARSED = (0.7, 1.4)
 # Of a rate, at most.
 _ATTEMPTS = 3
-# Shares that are reported of each time: median and tails.
-_QUANTILES = (50.0, 90.0, 99.0)
 
 
 class RatePoint(Value):
@@ -58,8 +51,7 @@ class RatePoint(Value):
         attained: share within both targets: (measured, predicted, alone).
         throughput: requests per second: (measured, predicted, alone).
         moved: bytes of keys and values: (measured, by the formula).
-        ttft_s: time to the first token, 50th, 90th and 99th percentile: (measured, predicted).
-        tpot_s: time per token after it, likewise.
+        tpot_s: median time per token after the first: (measured, predicted).
         drift: phase -> steps as they were over what the prediction said of them, in sum.
         changed: by which share fixed steps took longer or shorter after it than before.
         others: share of the cores that other processes had.
@@ -72,8 +64,7 @@ class RatePoint(Value):
     attained: tuple[float, float, float]
     throughput: tuple[float, float, float]
     moved: tuple[float, float] = (0.0, 0.0)
-    ttft_s: tuple[tuple[float, ...], tuple[float, ...]]
-    tpot_s: tuple[tuple[float, ...], tuple[float, ...]]
+    tpot_s: tuple[float, float]
     drift: dict[str, float]
     changed: float
     others: float
@@ -84,14 +75,18 @@ class RatePoint(Value):
         """Whether the machine was the same all the time."""
         return self.changed <= STEADY and self.others <= OTHERS
 
+    def __str__(self) -> str:
+        """Where predictions go wrong: in what is attained, and in what steps take."""
+        drift = ", ".join(f"{name} {value:.2f}" for name, value in self.drift.items())
+        return (
+            f"{self.system} at {self.rate:.1f}/s: {self.attained[0]:.2f} attained, "
+            f"{self.attained[1]:.2f} predicted, steps over those predicted: {drift}, median TPOT "
+            f"{1e3 * self.tpot_s[0]:.1f} ms, {1e3 * self.tpot_s[1]:.1f} predicted"
+        )
+
 
 class PhaseCosts:
-    """What steps take in each phase, after which pause: fitted to what was recorded.
-
-    Args:
-        roles: the phase of each instance.
-        first: for all phases, until something is recorded.
-    """
+    """What steps take in each phase, after which pause: fitted to what was recorded."""
 
     def __init__(self, roles: Sequence[str], first: FittedStepCost) -> None:
         self.roles = roles
@@ -103,7 +98,7 @@ class PhaseCosts:
 
     def drift(self, recorded: Sequence[Sequence[StepSample]]) -> dict[str, float]:
         """What the steps of each instance took over what is said of them, by phase."""
-        return {role: _over(self._mine(role, recorded), *self.of[role]) for role in self.of}
+        return {role: _over(self.mine(role, recorded), *self.of[role]) for role in self.of}
 
     def learn(
         self,
@@ -111,19 +106,10 @@ class PhaseCosts:
         before: Mapping[str, float],
         after: Mapping[str, float],
     ) -> dict[str, float]:
-        """Take in the steps of each instance.
-
-        Args:
-            recorded: instance -> its steps.
-            before: phase -> s of fixed steps before them.
-            after: the same after them.
-
-        Returns:
-            What they took over what was said of them, by phase.
-        """
+        """Take in the steps of each instance, and s of fixed steps before and after; the drift."""
         drift = self.drift(recorded)
         for role in self.of:
-            new = self._mine(role, recorded)
+            new = self.mine(role, recorded)
             self._runs[role] += new
             cost, cooling = fit_cooling(self._runs[role])
             # Steps are interrupted now and then, and what waits, waits for all of it: the sum
@@ -133,11 +119,7 @@ class PhaseCosts:
         return drift
 
     def now(self, pulse: Mapping[str, float]) -> None:
-        """Everything takes as much longer as fixed steps do, if that is more than their noise.
-
-        Args:
-            pulse: phase -> s of fixed steps now.
-        """
+        """Everything takes as much longer as fixed steps now, if that is beyond noise."""
         for role, (cost, cooling) in self.of.items():
             factor = pulse[role] / self._pulse[role]
             if abs(factor - 1) > STEADY:
@@ -150,10 +132,9 @@ class PhaseCosts:
         other.of = {role: _times(factor, *known) for role, known in self.of.items()}
         return other
 
-    def _mine(
-        self, role: str, recorded: Sequence[Sequence[StepSample]]
-    ) -> list[Sequence[StepSample]]:
-        return [run for mine, run in zip(self.roles, recorded, strict=True) if mine == role]
+    def mine(self, role: str, every: Sequence[_T]) -> list[_T]:
+        """Of what there is of each instance, what is of this role's."""
+        return [one for role_of, one in zip(self.roles, every, strict=True) if role_of == role]
 
 
 def alone(costs: PhaseCosts, arrivals: Sequence[Arrival]) -> list[ServedRequest]:
@@ -171,14 +152,7 @@ def alone(costs: PhaseCosts, arrivals: Sequence[Arrival]) -> list[ServedRequest]
 
 
 class RealSystems:
-    """Both systems on two processes of one core each.
-
-    Args:
-        model: its directory.
-        seconds: that each rate takes, about.
-        seed: of the requests.
-        scale: by which lengths of the workload ``code`` are divided.
-    """
+    """Both systems on two processes of one core each; lengths are divided by ``scale``."""
 
     def __init__(self, model: Path, *, seconds: float, seed: int, scale: float = 2.0) -> None:
         self.job = ServeJob(
@@ -193,8 +167,6 @@ class RealSystems:
         self._seconds, self._seed = seconds, seed
         self._workload = table("workload").build({"name": "code", "scale": scale})
         self.slo: Slo | None = None
-        # Of the rehearsal: system -> phase -> steps over what the profile said of them.
-        self.around: dict[str, dict[str, float]] = {}
         # Every attempt at every rate, also those that were made again.
         self.attempts: list[RatePoint] = []
         self._copy_bandwidth = 1e9
@@ -226,8 +198,7 @@ class RealSystems:
                 engine.record(on=True)
                 replay(engine, self._arrivals(rate, self._count(rate), self._seed + 20 + turn))
                 recorded = engine.record(on=False)
-                drift = costs.learn(recorded, before, self._pulse(engine, costs))
-                self.around.setdefault(system, drift)
+                costs.learn(recorded, before, self._pulse(engine, costs))
             if engine.moved:
                 moved = sum(one.nbytes for one in engine.moved)
                 self._copy_bandwidth = moved / sum(one.seconds for one in engine.moved)
@@ -253,12 +224,8 @@ class RealSystems:
         """Phase -> s of fixed steps now, in the company of the other instance."""
         result = engine.profile(PULSE, seconds=0.5, together=True)
         taken = [sum(one.seconds for one in samples) for samples in result]
-        return {
-            role: float(
-                np.mean([s for mine, s in zip(costs.roles, taken, strict=True) if mine == role])
-            )
-            for role in costs.of
-        }
+        by_role = [(role, costs.mine(role, taken)) for role in costs.of]
+        return {role: float(np.mean(seconds)) for role, seconds in by_role}
 
     def _point(
         self, system: str, engine: DisaggEngine, costs: PhaseCosts, rate: float, seed: int
@@ -270,22 +237,19 @@ class RealSystems:
         arrivals = self._arrivals(rate, self._count(rate), seed)
         before = self._pulse(engine, costs)
         costs.now(before)
-        said = self._predict(system, costs, arrivals, engine.token_bytes).finish().served
-        three = [said, alone(costs, arrivals)]
         slo = {"ttft": self.slo.ttft, "tpot": self.slo.tpot}
-        ends = [
-            self._predict(system, costs.scaled(factor), arrivals, engine.token_bytes)
-            .finish()
-            .served
-            for factor in (1 - STEADY, 1 + STEADY)
-        ]
-        swing = max(abs(attainment(end, **slo) - attainment(said, **slo)) for end in ends)
+
+        def predicted(costs: PhaseCosts) -> list[ServedRequest]:
+            return self._predict(system, costs, arrivals, engine.token_bytes).finish().served
+
+        said = predicted(costs)
+        ends = [attainment(predicted(costs.scaled(1 + by)), **slo) for by in (-STEADY, STEADY)]
         moved = len(engine.moved)
         engine.record(on=True)
         elsewhere = BackgroundLoad(engine.pids.values())
         seen = replay(engine, arrivals)
         busy = elsewhere.share()
-        three.insert(0, seen)
+        three = (seen, said, alone(costs, arrivals))
         recorded = engine.record(on=False)
         after = self._pulse(engine, costs)
         going_on = sum(len(a.prompt) for a in arrivals if a.output_tokens > 1)
@@ -296,12 +260,11 @@ class RealSystems:
             attained=tuple(attainment(one, **slo) for one in three),
             throughput=tuple(quantities(one)["requests_per_s"] for one in three),
             moved=(float(sum(m.nbytes for m in engine.moved[moved:])), bytes_due),
-            ttft_s=(_tails(seen, "ttft"), _tails(said, "ttft")),
-            tpot_s=(_tails(seen, "tpot"), _tails(said, "tpot")),
+            tpot_s=(_median_tpot(seen), _median_tpot(said)),
             drift=costs.drift(recorded),
             changed=max(spread_of((before[role], after[role])) for role in before),
             others=busy,
-            swing=swing,
+            swing=max(abs(end - attainment(said, **slo)) for end in ends),
         )
         if point.steady:
             costs.learn(recorded, before, after)
@@ -361,7 +324,5 @@ def _over(runs: Sequence[Sequence[StepSample]], cost: FittedStepCost, cooling: C
     return took / said
 
 
-def _tails(served: Sequence[ServedRequest], name: str) -> tuple[float, ...]:
-    values = [getattr(one, name) for one in served]
-    result = np.nanpercentile(values, _QUANTILES)
-    return tuple(round(float(one), 5) for one in result)
+def _median_tpot(served: Sequence[ServedRequest]) -> float:
+    return float(np.nanmedian([one.tpot for one in served]))

@@ -3,18 +3,15 @@
 Source: Zhang et al., Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for LLM inference,
 2025.
 
-Target and drafter are two processes, each held to one core; the way between them is held up as one
-of 20 us and 8 GB/s would be. The baseline is the target alone on its core; of layer offloading over
-the same way the bytes are counted, which are the weights for every token. In the A/A run nothing
+Target and drafter are processes of one core each; the way between them is that of 20 us and 8 GB/s.
+The baseline is the target alone; the bytes of layer offloading are counted. In the A/A run nothing
 guesses, and the weights cross the way.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from annotated_types import Ge
 
@@ -23,13 +20,11 @@ from shoal.claims.frame import ClaimRun
 from shoal.core.errors import require
 from shoal.core.parts import part
 
-__all__ = ["DovetailClaim"]
-
 _Numbers = tuple[Annotated[int, Ge(1)], ...]
 
 
 @part
-class DovetailClaim(BaseClaim):
+class DovetailClaim(BaseClaim, row=133, needs=("torch",), cores=2):
     """A drafter in a process of its own beside the target alone.
 
     Args:
@@ -48,17 +43,13 @@ class DovetailClaim(BaseClaim):
     prompts: Annotated[int, Ge(1)] = 24
     prompt_tokens: Annotated[int, Ge(1)] = 64
     new_tokens: Annotated[int, Ge(1)] = 96
-    rounds: Annotated[int, Ge(1)] = 3
+    rounds: Annotated[int, Ge(1)] = 5
     layers: _Numbers = (1, 2)
     sweep: _Numbers = (3, 6, 10, 16)
     link_s: float = 20e-6
     link_bytes_per_s: float = 8e9
     overlap: bool = True
     weights: str = "int8-g64"
-
-    rows: ClassVar[tuple[int, ...]] = (133,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
-    cores: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         for name in ("layers", "sweep"):
@@ -80,35 +71,24 @@ class DovetailClaim(BaseClaim):
     def _decode(self, run: ClaimRun) -> None:
         from shoal.claims.bench.decode import PLAIN, Bench, regular
         from shoal.claims.experiments.decoding import (
+            drafter_of,
             prompts_of,
             seconds_per_token,
             summarize,
             target_of,
         )
         from shoal.claims.experiments.dovetail_runs import Sweep, held_to, weight_bytes
-        from shoal.train.zoo.drafters import drafter
 
         context, new = run.context, self.new_tokens
         target = target_of(context)
-        say = lambda line: run.progress(line, 0.1)  # noqa: E731
-
-        def net(count: int) -> Path:
-            return drafter("dovetail", target, say=say, layers=count)
-
-        nets = {
-            count: run.remember(f"net {count}", functools.partial(net, count))
-            for count in self.layers
-        }
+        nets = {count: drafter_of(context, "dovetail", layers=count) for count in self.layers}
         prompts = prompts_of(context, self.prompts, self.prompt_tokens, 0)
         mine, theirs, *_ = sorted(os.sched_getaffinity(0))
         shared: dict[str, Any] = {
-            "name": "dovetail",
-            "cores": [theirs],
-            "link_s": self.link_s,
-            "link_bytes_per_s": self.link_bytes_per_s,
-            "overlap": self.overlap,
+            "name": "dovetail", "cores": [theirs], "link_s": self.link_s,
+            "link_bytes_per_s": self.link_bytes_per_s, "overlap": self.overlap,
             "weights": self.weights,
-        }
+        }  # fmt: skip
         methods: dict[str, Any] = {PLAIN: None}
         for count, path in nets.items():
             methods |= {
@@ -136,17 +116,8 @@ class DovetailClaim(BaseClaim):
         offloaded = float(weight_bytes(target))
         run.put("link_bytes", run.pick(crossed, offloaded), offloaded)
         run.put("planned_over_best", rates[planned], rates[best], bound=1.0)
-        run.details |= {
-            "tokens_per_s": rates,
-            "planned": planned,
-            "best": best,
-            "link_bytes_per_token": crossed,
-            "kept": len(places),
-            "loops": len(prompts) - len(places),
-            "plain": summarize(result[PLAIN][0]),
-            "dovetail": summarize(result[planned][0]),
-        }
+        per_step = summarize(result[planned][0])["tokens_per_step"]
         run.profile = (
-            f"{run.details['dovetail']['tokens_per_step']:.2f} tokens a step of the target, "
-            f"{crossed:.0f} bytes a token on the way; {sweep.profile(planned)}"
+            f"{per_step:.2f} tokens a step of the target, {crossed:.0f} bytes a token on the way; "
+            f"{sweep.profile(planned)}"
         )

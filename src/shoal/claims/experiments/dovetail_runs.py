@@ -17,20 +17,11 @@ from shoal.plan.trees.drafting import FixedDrafting
 if TYPE_CHECKING:
     from shoal.claims.bench.decode import Bench
 
-__all__ = ["RunCounts", "Sweep", "held_to", "tiny", "weight_bytes"]
-
 _DEPTH = 5
 
 
 class RunCounts(NamedTuple):
-    """What a tiny run counted.
-
-    Args:
-        link: bytes that crossed the way for a token.
-        offload: those that offloading the same target would send.
-        uncounted: bytes on the way beside those of the formula.
-        wrong: tokens that differ from the target's alone.
-    """
+    """Bytes a token on the way, by offloading, and beside the formula's; wrong tokens."""
 
     link: float
     offload: float
@@ -55,22 +46,16 @@ def held_to(core: int) -> Iterator[None]:
 
 
 class Sweep:
-    """Drafters of several depths with trees of several sizes, on one target.
-
-    Args:
-        bench: its engines are named ``LAYERS NODES``.
-        layers: of the drafters.
-        nodes: of the trees.
-    """
+    """Drafters of several depths, trees of several sizes; engines are named ``LAYERS NODES``."""
 
     def __init__(self, bench: Bench, layers: Sequence[int], nodes: Sequence[int]) -> None:
         self._bench, self._layers, self._nodes = bench, layers, nodes
-        names = [f"{count} {size}" for count in layers for size in nodes]
+        self._names = [f"{count} {size}" for count in layers for size in nodes]
         # As the drafters said when the engines began and measured what guesses cost.
-        self._level_s = {name: self._drafter(name).level_s for name in names}
-        largest = f"{layers[0]} {max(nodes)}"
-        whole_s = self._costs(largest).drafting_s(1, MAX_NODES)
-        self._round_s = max(0.0, whole_s - self._drafter(largest).tree_s)
+        self._level_s = {name: self._drafter(name).level_s for name in self._names}
+        self._largest = f"{layers[0]} {max(nodes)}"
+        whole_s = self._costs(self._largest).drafting_s(1, MAX_NODES)
+        self._round_s = max(0.0, whole_s - self._drafter(self._largest).tree_s)
 
     def _drafter(self, name: str) -> Any:
         return self._bench.engines[name].runner.drafter  # type: ignore[attr-defined]
@@ -80,14 +65,13 @@ class Sweep:
 
     def rates(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
         """Tokens per s of every depth and tree, prompt by prompt in turn; trees always whole."""
-        names = [f"{count} {nodes}" for count in self._layers for nodes in self._nodes]
-        before = {name: self._bench.engines[name].scheduler.drafting for name in names}  # type: ignore[attr-defined]
-        for name in names:
-            size = int(name.split()[1])
-            self._bench.engines[name].scheduler.drafting = FixedDrafting(size)  # type: ignore[attr-defined]
-        result = self._bench.interleaved(prompts, new_tokens, names=names)
-        for name in names:
-            self._bench.engines[name].scheduler.drafting = before[name]  # type: ignore[attr-defined]
+        schedulers: dict[str, Any] = {n: self._bench.engines[n].scheduler for n in self._names}
+        before = {name: scheduler.drafting for name, scheduler in schedulers.items()}
+        for name, scheduler in schedulers.items():
+            scheduler.drafting = FixedDrafting(int(name.split()[1]))
+        result = self._bench.interleaved(prompts, new_tokens, names=self._names)
+        for name, scheduler in schedulers.items():
+            scheduler.drafting = before[name]
         return {
             name: sum(one.count for one in answers[0]) / sum(one.seconds for one in answers[0])
             for name, answers in result.items()
@@ -95,18 +79,12 @@ class Sweep:
 
     def planned(self, link_s: float, link_bytes_per_s: float, overlap: bool) -> str:
         """What the planner would take, by costs measured at the start and by calibration."""
-        largest = f"{self._layers[0]} {max(self._nodes)}"
-        drafter = self._drafter(largest)
+        drafter = self._drafter(self._largest)
         case = Heterogeneous(
-            verify=self._costs(largest),
-            hidden=drafter.hidden,
-            itemsize=drafter.itemsize,
-            memory_cap=1 << 40,
-            link_s=link_s,
-            link_bytes_per_s=link_bytes_per_s,
-            overlap=overlap,
+            verify=self._costs(self._largest), hidden=drafter.hidden, itemsize=drafter.itemsize,
+            memory_cap=1 << 40, link_s=link_s, link_bytes_per_s=link_bytes_per_s, overlap=overlap,
             round_s=self._round_s,
-        )
+        )  # fmt: skip
         # A level of a larger tree has more rows, so each size has its own times.
         results = [
             case.rank([self._option(count, size) for count in self._layers], (size,))[0]
@@ -147,18 +125,12 @@ class Sweep:
 
     def close(self) -> None:
         """End the drafters."""
-        for count in self._layers:
-            for nodes in self._nodes:
-                self._drafter(f"{count} {nodes}").close()
+        for name in self._names:
+            self._drafter(name).close()
 
 
 def tiny(seed: int, *, offloads: bool) -> RunCounts:
-    """Count bytes and tokens of a tiny target and an untrained drafter in float64.
-
-    Args:
-        seed: of both.
-        offloads: layers are sent for every token in the place of drafting.
-    """
+    """Count bytes and tokens of a tiny target and an untrained drafter in float64."""
     import torch
 
     from shoal.ir import ServeJob

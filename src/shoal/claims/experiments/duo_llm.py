@@ -1,14 +1,10 @@
 """[119] Duo-LLM: what an oracle of routes could gain, and how little of it routers find.
 
-- A mini-model of bytes whose feed-forward layers are big, small or skipped, trained on random
-  routes with a quarter of the sequences all big; then its routers alone, to a budget.
-- All 81 patterns of its four layers, for every held-out token, the tokens before it all big: the
-  best with at most one big layer beside all big.
-- From left to right, each token with the best pattern of one big layer given those before it,
-  beside the trained routers and random routes of the same expected computation.
-
-Only feed-forward layers are counted as computation, in every arm. The A/A run takes all big in the
-place of the oracle, and random routes in the place of the routers'.
+A mini-model of bytes whose feed-forward layers are big, small or skipped, trained on random routes;
+then its routers alone, to a budget. All 81 patterns for every held-out token: the best with at most
+one big layer beside all big. From left to right: the best pattern of one big layer beside the
+trained routers and random routes of the same expected computation, of feed-forward layers alone.
+The A/A run takes all big for the oracle, and random routes for the routers.
 
 Source: Alizadeh et al., Duo-LLM: A Framework for Studying Adaptive Computation in Large Language
 Models, 2024.
@@ -16,7 +12,7 @@ Models, 2024.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from annotated_types import Ge
@@ -31,14 +27,12 @@ if TYPE_CHECKING:
 
     from shoal.model.transformer import Transformer
 
-__all__ = ["DuoLLM"]
-
 _LAYERS = 4
 _LENGTH = 64
 
 
 @part
-class DuoLLM(BaseClaim):
+class DuoLLM(BaseClaim, row=119):
     """The oracle, trained routers and chance, by the loss of held-out bytes.
 
     Args:
@@ -54,8 +48,6 @@ class DuoLLM(BaseClaim):
     hidden: Annotated[int, Ge(1)] = 192
     tokens: int = 2048
     groups: Annotated[int, Ge(1)] = 8
-
-    rows: ClassVar[tuple[int, ...]] = (119,)
 
     def __post_init__(self) -> None:
         require(
@@ -134,16 +126,8 @@ class DuoLLM(BaseClaim):
         import torch
 
         from shoal.claims.experiments.arch_training import text
-        from shoal.claims.lab.route_oracle import best, difficulty, patterns
-        from shoal.model.duo import (
-            BIG,
-            SMALL,
-            committed,
-            ffn_flops,
-            pattern_losses,
-            routed,
-            router_routes,
-        )
+        from shoal.claims.lab.route_oracle import best, patterns
+        from shoal.model.duo import BIG, committed, ffn_flops, pattern_losses, routed, router_routes
 
         model = run.remember("model", lambda: self._trained(run))
         data = text(run.context.data)
@@ -181,35 +165,11 @@ class DuoLLM(BaseClaim):
         chance = _chance(spent, whole, model, inputs.shape, run.seed)
         sequential = run.remember("sequential", left_to_right).reshape(-1)
         random = by_token(chance).reshape(-1)
-        router = random if run.as_baseline else by_token(chosen).reshape(-1)
-        if run.as_baseline:
-            sequential = by_token(big).reshape(-1)
+        router = by_token(chosen).reshape(-1)
         by_chance, by_router, by_oracle = map(self._means, (random, router, sequential))
-        run.put("oracle_below_router", by_oracle, by_router)
-        run.put("router_below_random", by_router, by_chance)
+        run.put("oracle_below_router", run.pick(by_oracle, by_router), by_router)
+        run.put("router_below_random", run.pick(by_router, by_chance), by_chance)
         run.put("captured", (by_chance - by_router) / (by_chance - by_oracle))
-        small = table[(every == SMALL).all(1)][0]
-        run.details["loss"] = {
-            "all_big": float(table[0].mean()),
-            "all_small": float(small.mean()),
-            "best_fixed_pattern_of_one_big": float(table[allowed].mean(1).min()),
-            "oracle_one_big": float(result.losses.mean()),
-            "oracle_any": float(table.min(0).mean()),
-            "oracle_one_big_left_to_right": float(sequential.mean()),
-            "router": float(router.mean()),
-            "random": float(random.mean()),
-        }
-        run.details["computation"] = {
-            "router": spent,
-            "random": float(ffn_flops(model.config, chance.movedim(0, -1)).double().mean()) / whole,
-            "one_big": self._budget(model),
-        }
-        run.details["big_by_layer"] = {
-            "oracle": [float(x) for x in (result.routes == BIG).mean(0)],
-            "router": [float((chosen[layer] == BIG).double().mean()) for layer in range(_LAYERS)],
-        }
-        hard = difficulty(small, result.losses)
-        run.details["difficulty_and_loss_correlate"] = float(np.corrcoef(hard, table[0])[0, 1])
 
     def _means(self, losses: np.ndarray) -> np.ndarray:
         """Mean losses of the groups."""

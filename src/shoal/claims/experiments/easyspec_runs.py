@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.claims.experiments.easyspec_ranks import PASSES, repeated
 from shoal.claims.experiments.tiny import llama, requests, served
 from shoal.claims.frame import paired
 from shoal.claims.protocols import PairedSamples
+from shoal.claims.ranks import on_ranks
 from shoal.core.measure import interleave
+from shoal.core.random import generator
 from shoal.core.scratch import scratch_directory
+from shoal.ir import ServeJob
 from shoal.plan.trees.drafting import FixedDrafting
 from shoal.plan.trees.fuzzy import draft_step_s, even_groups
 
@@ -23,8 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.claims.bench.decode import Bench, DecodeBatchResult
-
-__all__ = ["TimedPasses", "acceptance", "eight_devices", "reading_s", "timed_passes", "tiny"]
+    from shoal.parallel.protocols import Comm
+    from shoal.parallel.tensor.layer import Share
+    from shoal.serve.decode.draft.net import DraftNet
 
 # Rounds after which stale keys and values have had time to do harm.
 _LATE = 20
@@ -106,58 +110,40 @@ def _read(product: Callable[[Tensor], Tensor], row: Tensor) -> None:
             product(row)
 
 
-@dataclass(frozen=True)
 class TimedPasses:
-    """Passes and answers of one realisation, by groups and layer by layer.
+    """S of a hundred passes and of a token, by groups and layer by layer; bounds of both.
 
-    Args:
-        passes: s of a hundred passes.
-        answers: s of a token.
-        speedup: of the passes.
-        bounds: of both speedups.
-        details: of both in words and numbers.
+    A pass takes ``read_s`` at least; of ``depth`` passes the first is exact.
     """
 
-    passes: PairedSamples
-    answers: PairedSamples
-    speedup: float
-    bounds: dict[str, float]
-    details: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         passes: PairedSamples,
         answers: Mapping[str, Sequence[Sequence[DecodeBatchResult]]],
         read_s: float,
         depth: int,
-    ) -> TimedPasses:
-        """From what was timed.
-
-        Args:
-            passes: see above.
-            answers: by groups (``method``) and layer by layer.
-            read_s: in which the weights are read, faster than which no pass can be.
-            depth: passes of a round; the first of them is exact.
-        """
+    ) -> None:
         from shoal.claims.experiments.decoding import seconds_per_token, summarize
 
-        each = seconds_per_token(answers["method"], answers["baseline"])[0]
-        method, baseline = (
+        self.passes, self.read_s = passes, read_s
+        self.answers, _ = seconds_per_token(answers["method"], answers["baseline"])
+        self.method_s, self.baseline_s = (
             statistics.median(one) / PASSES for one in (passes.method, passes.baseline)
         )
-        words = {name: summarize(rounds[0]) for name, rounds in answers.items()}
-        speedup = _speedup(passes)
-        round_s = statistics.median(each.baseline) * words["baseline"]["tokens_per_step"]
-        bounds = {
-            "draft_pass": baseline / read_s,
-            "end_to_end": round_s / (round_s - (depth - 1) * (baseline - read_s)),
+        self.speedup = _speedup(passes)
+        steps = summarize(answers["baseline"][0])["tokens_per_step"]
+        round_s = statistics.median(self.answers.baseline) * steps
+        self.bounds = {
+            "draft_pass": self.baseline_s / read_s,
+            "end_to_end": round_s / (round_s - (depth - 1) * (self.baseline_s - read_s)),
         }
-        details = {
-            "draft_pass": speedup, "method_us": 1e6 * method, "baseline_us": 1e6 * baseline,
-            "reading_us": 1e6 * read_s, "end_to_end": _speedup(each), "answers": words,
-        }  # fmt: skip
-        return cls(passes, each, speedup, bounds, details)
+
+    def __str__(self) -> str:
+        return (
+            f"{1e6 * self.baseline_s:.0f} us and {1e6 * self.method_s:.0f} us by groups, of which "
+            f"reading the weights alone is {1e6 * self.read_s:.0f} us, and answers are "
+            f"{_speedup(self.answers):.3f} times as fast"
+        )
 
 
 def _speedup(pairs: PairedSamples) -> float:
@@ -196,12 +182,7 @@ def eight_devices(group: int) -> tuple[float, float]:
 
 
 def tiny(seed: int, group: int) -> tuple[int, int]:
-    """Tokens that differ from the target's alone in float64, and attention calls of a draft pass.
-
-    Args:
-        seed: of a draft of eight layers, which is its own target.
-        group: layers of a group.
-    """
+    """Tokens that are not the target's in float64, and attention calls of a pass by groups."""
     import torch
 
     from shoal.ir import ServeJob
@@ -227,3 +208,107 @@ def tiny(seed: int, group: int) -> tuple[int, int]:
                 quick = engine.runner.drafter.quick.model  # type: ignore[attr-defined]
                 calls = len(getattr(quick, "groups", (1,) * config.num_layers))
     return sum(one != two for one, two in zip(*answers, strict=True)), calls
+
+
+PASSES = 100
+_RANKS = 2
+
+
+def repeated(net: DraftNet) -> None:
+    """A hundred passes of one row that sees two hundred tokens."""
+    import numpy as np
+    import torch
+
+    from shoal.serve.decode.captured import TreeRows
+
+    zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+    row = TreeRows([7], list(range(16)), 200, 200, zero, one)
+    with torch.inference_mode():
+        for _ in range(PASSES):
+            net.rows([row])
+
+
+def passes(
+    comm: Comm, *, path: str, job: ServeJob, groups: list[int], full: bool, pairs: int, seed: int
+) -> Mapping[str, tuple[float, ...]]:
+    """Seconds of draft passes by groups, and twice layer by layer, on one rank, in turn."""
+    import torch
+
+    from shoal.serve.decode.draft.ranked import part_of, ranked
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
+    nets, limit = {}, 512
+    for name, grouped in (("method", max(groups) > 1), ("baseline", False)):
+        share: Share = "layers" if grouped else "heads"
+        part = part_of(path, job, limit, torch.bfloat16, comm.rank, comm.world, share)
+        chosen = tuple(groups) if grouped else None
+        nets[name] = ranked(part, comm, limit, share, chosen, full=full and grouped)
+    timed = interleave(
+        {name: functools.partial(repeated, net) for name, net in nets.items()},
+        pairs,
+        warmup=3,
+        seed=seed,
+    )
+    return timed.seconds
+
+
+def ranked_passes(
+    draft: Path, target: Path, groups: Sequence[int], full: bool, pairs: int, seed: int
+) -> PairedSamples:
+    """The same of two ranks, one core each, as the first of them sees it."""
+    job = {"model": str(target), "threads": 1, "kv_tokens": 512, "max_running": 1}
+    job["speculative"] = {"name": "draft_model", "path": str(draft)}  # trees are read
+    ranks = on_ranks(
+        f"{__name__}:passes", _RANKS, path=str(draft), job=ServeJob.model_validate(job),
+        groups=list(groups), full=full, pairs=pairs, seed=seed,
+    )  # fmt: skip
+    return paired(ranks[0]["method"], ranks[0]["baseline"])
+
+
+def answers_in_turn(
+    bench: Bench,
+    name: str,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    rounds: int,
+    seed: int,
+) -> dict[str, list[list[DecodeBatchResult]]]:
+    """Answers with the draft by groups (``method``) and layer by layer (``baseline``), in turn.
+
+    One engine gives both, so that both have the same ranks: its drafter is exchanged.
+    """
+    from shoal.serve.decode.draft.part import DraftModelDrafter
+
+    engine: Any = bench.engines[name]
+    runner, decides = engine.runner, engine.scheduler.drafting
+    grouped = runner.drafter
+    plain = DraftModelDrafter(
+        grouped.net, depth=grouped.depth, breadth=1, nodes=grouped.depth, limit=grouped.limit
+    )
+    drafters = {
+        "method": (grouped, copy.deepcopy(decides)),
+        "baseline": (plain, copy.deepcopy(decides)),
+    }
+
+    def answer(which: str, prompt: Sequence[int]) -> DecodeBatchResult:
+        runner.drafter, engine.scheduler.drafting = drafters[which]
+        return bench.answer(name, [prompt], new_tokens)
+
+    result: dict[str, list[list[DecodeBatchResult]]] = {which: [] for which in drafters}
+    try:
+        for which in drafters:  # kernels are prepared and passes recorded before anything is timed
+            for prompt in prompts[:3]:
+                answer(which, prompt)
+        for turn in range(rounds):
+            for answers in result.values():
+                answers.append([])
+            for number, prompt in enumerate(prompts):
+                draws = generator(seed, purpose="bench order", step=turn * len(prompts) + number)
+                for place in draws.permutation(2).tolist():
+                    which = list(drafters)[place]
+                    result[which][turn].append(answer(which, prompt))
+    finally:
+        runner.drafter, engine.scheduler.drafting = grouped, decides
+    return result

@@ -1,14 +1,9 @@
 """[17] EnergonAI: packed batches, a pipeline that never blocks, weights in a neighbour's memory.
 
-- Prompts of lognormal lengths, their mean 0.4 of the longest: all tokens side by side beside the
-  same model with every prompt padded to the longest. Rows of the linear layers are counted.
-- Two processes with half of the layers each, four steps under way, over a link that is emulated:
-  what was sent is there 3 ms later. The pipeline beside one whose sender waits until its receiver
-  has taken the states.
-- Six of twenty layers in another memory over an emulated link, which takes 1.5 times as long for a
-  layer as computing it: with prefetching and without, beside resident layers.
-
-The A/A run pads, blocks and copies late in the place of the three parts.
+Prompts of lognormal lengths, all tokens side by side, beside every prompt padded to the longest.
+Two processes, four steps under way, over a link of 3 ms, beside a sender that waits for its
+receiver. Six of twenty layers in another memory, 1.5 times as long to copy as to compute: with and
+without prefetching, beside resident layers. The A/A run pads, blocks and copies late.
 
 Source: Du et al., EnergonAI: An Inference System for 10-100 Billion Parameter Transformer Models,
 2022.
@@ -18,19 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
+from shoal.claims.experiments.tiny import llama, requests, served
 from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
+from shoal.core.random import generator
+from shoal.ir import ServeJob
 
 if TYPE_CHECKING:
-    from shoal.model.transformer import Transformer
+    from torch import Tensor
 
-__all__ = ["EnergonAI"]
+    from shoal.model.config import ModelConfig
+    from shoal.model.transformer import Transformer
+    from shoal.serve.ranks.workers import RankedEngine
 
 _LATENCY_S = 3e-3
 _COPY = 1.5
@@ -38,7 +40,7 @@ _HIDDEN = 384
 
 
 @part
-class EnergonAI(BaseClaim):
+class EnergonAI(BaseClaim, row=17):
     """Packed or padded, blocking or not, resident or elsewhere.
 
     Args:
@@ -57,8 +59,6 @@ class EnergonAI(BaseClaim):
     layers: Annotated[int, Ge(2)] = 20
     rounds: Annotated[int, Ge(2)] = 16
 
-    rows: ClassVar[tuple[int, ...]] = (17,)
-
     def collect(self, run: ClaimRun) -> None:
         """Count rows; then, unless it is quick, time the three."""
         wrong = self._packed(run)
@@ -70,7 +70,6 @@ class EnergonAI(BaseClaim):
         run.put("wrong_tokens", wrong)
 
     def _packed(self, run: ClaimRun) -> int:
-        from shoal.claims.experiments.energon_ai_runs import FirstTokens, job, lengths, model_of
         from shoal.core.random import generator
         from shoal.serve.engine.build import prepare
 
@@ -82,9 +81,8 @@ class EnergonAI(BaseClaim):
         ]
         both = FirstTokens(prepare(job(), model_of(4, hidden, run.seed)), prompts)
         tokens, rows = both.rows(padded=run.as_baseline)
-        reference, most = both.rows(padded=True)
+        reference, _ = both.rows(padded=True)
         run.put("linear_rows", rows, sum(counts))
-        run.details["packed"] = {"lengths": counts, "rows": rows, "padded_rows": most}
         if not run.quick:
             arms = {
                 "packed": functools.partial(both.run, padded=False),
@@ -95,12 +93,6 @@ class EnergonAI(BaseClaim):
         return sum(one != other for one, other in zip(tokens, reference, strict=True))
 
     def _pipeline(self, run: ClaimRun) -> int:
-        from shoal.claims.experiments.energon_ai_runs import (
-            generate,
-            model_of,
-            one_process,
-            pipeline,
-        )
         from shoal.model import huggingface
 
         directory = run.work_dir / "pipeline"
@@ -123,18 +115,10 @@ class EnergonAI(BaseClaim):
             arms = {name: functools.partial(answer, name) for name in engines}
             timed = run.race(arms, self.rounds, swaps={})
         run.put("nonblocking_pipeline", timed["nonblocking"], timed["blocking"])
-        every = self.requests * self.tokens
-        run.details["pipeline"] = {
-            "latency_s": _LATENCY_S,
-            "tokens_per_s": {
-                name: [round(every / one, 1) for one in seconds] for name, seconds in timed.items()
-            },
-        }
         return wrong
 
     def _memory(self, run: ClaimRun) -> None:
-        from shoal.claims.experiments.energon_ai_runs import job, model_of, steps_of
-        from shoal.serve.cache.weights import PeerMemory, least_resident
+        from shoal.serve.cache.weights import PeerMemory
         from shoal.serve.engine.build import prepare
 
         def model() -> Transformer:
@@ -148,24 +132,142 @@ class EnergonAI(BaseClaim):
         )
         speed = layer_bytes / (_COPY * layer_s)
 
-        def elsewhere(*, prefetch: bool) -> tuple[Callable[[], object], int]:
+        def elsewhere(*, prefetch: bool) -> Callable[[], object]:
             made = model()
-            pool = PeerMemory(fraction=0.3, prefetch=prefetch, bytes_per_s=speed).apply(made)
-            assert pool is not None
-            return steps_of(made, 96), pool.saved_bytes
+            PeerMemory(fraction=0.3, prefetch=prefetch, bytes_per_s=speed).apply(made)
+            return steps_of(made, 96)
 
-        ours, saved = elsewhere(prefetch=not run.as_baseline)
-        late = elsewhere(prefetch=False)[0]
+        ours, late = (elsewhere(prefetch=on) for on in (not run.as_baseline, False))
         arms = {"resident": resident, "elsewhere": ours, "late": late}
         timed = run.race(arms, 2 * self.rounds, swaps={"late": "resident"})
         run.put("peer_memory", timed["elsewhere"], timed["resident"])
         run.put("peer_memory_without_prefetch", timed["late"], timed["resident"])
-        run.details["memory"] = {
-            "layer_s": layer_s,
-            "copy_s": _COPY * layer_s,
-            "layer_bytes": layer_bytes,
-            "link_bytes_per_s": speed,
-            "saved_bytes": saved,
-            "least_resident": least_resident(self.layers, _COPY, 1.0),
-            "resident": self.layers - int(0.3 * self.layers),
-        }
+
+
+_VOCAB = 4096
+
+
+def config(layers: int, hidden: int, longest: int) -> ModelConfig:
+    """A dense model; its logits are well apart."""
+    return llama(
+        hidden, layers, hidden // 64, kv_heads=max(1, hidden // 128), vocab=_VOCAB, length=longest,
+        initializer_range=0.1, tied=True,
+    )  # fmt: skip
+
+
+def model_of(layers: int, hidden: int, seed: int, *, longest: int = 1024) -> Transformer:
+    """Random weights, as they were before they are prepared for serving."""
+    from shoal.model.initialise import init_weights
+    from shoal.model.transformer import Transformer
+
+    model = Transformer(config(layers, hidden, longest))
+    init_weights(model, seed=seed)
+    return model
+
+
+def job(**changes: Any) -> ServeJob:
+    """What all runs here have in common: one thread of each process."""
+    fields = {"model": "random", "precision": "fp32", "threads": 1, "kv_tokens": 8192}
+    return ServeJob.model_validate({**fields, **changes})
+
+
+def lengths(count: int, longest: int, seed: int) -> list[int]:
+    """Lognormal lengths up to ``longest``, of the first draw whose mean is 0.38 to 0.42 of that."""
+    for turn in range(10_000):
+        source = generator(seed, purpose="lengths", step=turn)
+        drawn = source.lognormal(0.0, 0.6, count)
+        values = np.maximum(1, np.rint(drawn / drawn.max() * longest)).astype(int)
+        if 0.38 <= values.mean() / longest <= 0.42:
+            return [int(n) for n in values]
+    raise ValueError(f"no {count} lengths have a mean of 0.4 of the longest")
+
+
+class FirstTokens:
+    """The first tokens after some prompts, computed side by side or padded to the longest."""
+
+    def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
+        from shoal.model.linear import DispatchedLinear
+        from shoal.serve.cache.paged import PagedCache
+
+        self._model, self._prompts = model, prompts
+        self._longest = max(len(prompt) for prompt in prompts)
+        self._cache = PagedCache(model.config, len(prompts), self._longest)
+        self._rows: list[int] = []
+        # The last block goes on with the rows that are wanted, padded or not.
+        for block in model.blocks[:-1]:
+            for module in block.modules():
+                if isinstance(module, DispatchedLinear):
+                    module.register_forward_hook(self._count)
+
+    def _count(self, module: Any, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+        self._rows.append(inputs[0].numel() // module.in_features)
+
+    def rows(self, *, padded: bool) -> tuple[list[int], int]:
+        """Next tokens, and the rows of every product of a linear layer, which are all the same."""
+        self._rows.clear()
+        tokens = self.run(padded=padded)
+        (rows,) = set(self._rows)
+        return tokens, rows
+
+    def run(self, *, padded: bool) -> list[int]:
+        """Next token of every prompt."""
+        import torch
+
+        from shoal.serve.cache.attention import PagedAttention, RequestContext
+
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        last: list[int] = []
+        contexts = []
+        for number, prompt in enumerate(self._prompts):
+            length = self._longest if padded else len(prompt)
+            last.append(len(tokens) + len(prompt) - 1)
+            tokens += [*prompt, *[0] * (length - len(prompt))]
+            positions += range(length)
+            slots += range(number * self._longest, number * self._longest + length)
+            contexts.append(RequestContext(0, length, (number,)))
+        with torch.inference_mode():
+            mixer = PagedAttention(self._cache, contexts, torch.tensor(slots), torch.float32)
+            hidden = self._model.flat(
+                torch.tensor(tokens), torch.tensor(positions), mixer, torch.tensor(last)
+            )
+            best: list[int] = self._model.logits(hidden).argmax(-1).tolist()
+        return best
+
+
+def generate(engine: Any, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """What an engine answers to ``count`` prompts of 16 tokens at once."""
+    prompts = (
+        generator(seed, purpose="prompt", index=number).integers(0, _VOCAB, 16).tolist()
+        for number in range(count)
+    )
+    return served(engine, requests(prompts, tokens))
+
+
+def pipeline(directory: Path, *, blocking: bool, latency_s: float) -> RankedEngine:
+    """Two stages, each a process, with four steps under way over an emulated link."""
+    from shoal.model import huggingface
+    from shoal.serve.ranks.workers import ranked_engine
+
+    # Every prompt is computed anew: nothing is found in the cache of the turn before.
+    kv = {"name": "paged", "prefix_reuse": False}
+    return ranked_engine(
+        job(model=str(directory), parallel={"pp": 2, "in_flight": 4}, kv=kv),
+        huggingface.read_config(directory),
+        blocking=blocking,
+        latency_s=latency_s,
+    )
+
+
+def one_process(directory: Path) -> Any:
+    """The same model in this process."""
+    from shoal.serve.engine.build import build_engine
+
+    return build_engine(job(model=str(directory)))[0]
+
+
+def steps_of(model: Transformer, tokens: int) -> Callable[[], object]:
+    """A step of one prompt of so many tokens."""
+    packed = FirstTokens(model, [list(range(tokens))])
+    return lambda: packed.run(padded=False)

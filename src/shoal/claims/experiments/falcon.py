@@ -3,30 +3,22 @@
 Source: Gao et al., Falcon: Faster and Parallel Inference of LLMs through Enhanced
 Semi-Autoregressive Drafting and Custom-Designed Decoding Tree, 2025.
 
-One target decodes held-out prompts plainly, with Medusa's heads, with a net over features that
-guesses one token a pass, and with Falcon's that guesses two, prompt by prompt in turn. Glancing is
-judged by how often the second token of a block is right, on text that nothing was trained on, over
-three seeds. The A/A run puts plain decoding, the net of one token, and nets that were trained
-without glancing in the place of Falcon.
+One target, prompt by prompt in turn: plainly, with Medusa's heads, with a net that guesses one
+token a pass, and with Falcon's that guesses two. Glancing is judged by how often a block's second
+token is right, over three seeds. The A/A run has plain decoding, the net of one token, and nets
+without glancing.
 """
 
 from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.experiments.decoding import (
-    agreement,
-    drafter_of,
-    prompts_of,
-    seconds_per_token,
-    summarize,
-    target_of,
-)
+from shoal.claims.experiments.decoding import drafter_of, prompts_of, seconds_per_token, target_of
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
@@ -34,14 +26,12 @@ from shoal.core.parts import part
 from shoal.ir import DrafterCalibration
 from shoal.plan.trees.auto import AutoTree
 
-__all__ = ["FalconClaim"]
-
 # How often the guesses of a level are right, for the tree whose passes the quick run counts.
 _RIGHT = (0.6, 0.15, 0.05)
 
 
 @part
-class FalconClaim(BaseClaim):
+class FalconClaim(BaseClaim, row=104, needs=("torch",)):
     """Greedy decoding at batch 1 with drafters over features.
 
     Args:
@@ -68,9 +58,6 @@ class FalconClaim(BaseClaim):
     exact_texts: Annotated[int, Ge(1)] = 4
     threads: int = 0
 
-    rows: ClassVar[tuple[int, ...]] = (104,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
-
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.serve.decode.passes import TreePasses
@@ -85,12 +72,7 @@ class FalconClaim(BaseClaim):
     def _net(self, context: ExperimentContext, seed: int = 0, **options: Any) -> Path:
         """The directory of a net over features."""
         chosen = {"k": self.k, "forwards": self.forwards, **options}
-        place, seconds = drafter_of(
-            context, "falcon", tokens=self.train_tokens, seed=seed, **chosen
-        )
-        trained: dict[str, float | None] = context.remember("trained", dict)
-        trained[place.name] = seconds
-        return place
+        return drafter_of(context, "falcon", tokens=self.train_tokens, seed=seed, **chosen)
 
     def _decode(self, run: ClaimRun) -> None:
         from shoal.claims.bench.decode import PLAIN, Bench
@@ -101,7 +83,7 @@ class FalconClaim(BaseClaim):
 
         context = run.context
         target = target_of(context)
-        medusa, _ = drafter_of(context, "medusa")
+        medusa = drafter_of(context, "medusa")
         single = self._net(context, k=1, forwards=self.k * self.forwards)
         gains: list[float] = []
         unglanced: list[float] = []
@@ -147,36 +129,6 @@ class FalconClaim(BaseClaim):
                 other.answer(name, [prompts[place]], self.new).tokens_per_step for place in places
             ]
         run.put("accepted_of_single", lengths["method"], lengths["single"])
-        timing: dict[str, Any] = {
-            name: getattr(bench.engines[name].runner, "drafter", None)
-            for name in ("single", "falcon")
-        }
-        run.details |= {
-            "trained_s": run.remember("trained", dict),
-            "second_token_gains": gains,
-            "over_plain": {
-                name: statistics.median(
-                    plain / own for own, plain in zip(one.method, one.baseline, strict=True)
-                )
-                for name, (one, _) in timed.items()
-            },
-            "answers": {
-                name: summarize([of[0][place] for place in places]) for name, of in result.items()
-            },
-            "bf16_agreement": {
-                name: agreement(of[0], result[PLAIN][0]) for name, of in result.items()
-            },
-            "right_by_level": {
-                "falcon": [row[0] for row in read_config(Path(falcon["path"])).calibration],
-                "single": [row[0] for row in read_config(single).calibration],
-            },
-            "passes": {
-                name: -(-drafter.spec.depth // drafter.net.k)
-                for name, drafter in timing.items()
-                if drafter is not None
-            },
-            "loops": len(prompts) - len(places),
-        }
         run.profile = ", ".join(
             f"{name} {1e3 * statistics.median(one.method):.3f} ms a token"
             for name, (one, _) in timed.items()

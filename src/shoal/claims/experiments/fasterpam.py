@@ -3,9 +3,8 @@
 Source: Schubert, Rousseeuw, Fast and Eager k-Medoids Clustering: O(k) Runtime Improvement of the
 PAM, CLARA, and CLARANS Algorithms, 2021.
 
-Only the swaps are timed: dissimilarities of descriptors of photographs and the start are the same
-for all. PAM is the textbook's, by the same compiler and as many objects at a time; it is held
-against the authors' own. The A/A run puts PAM, and the authors' FasterPAM, in the place of ours.
+Only swaps are timed, from the same dissimilarities and start. PAM is the textbook's, by the same
+compiler, held against the authors' own. The A/A run has PAM, and the authors' FasterPAM.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -26,13 +25,11 @@ from shoal.corpora.photos import photo_descriptors
 from shoal.fields.data.cluster.protocols import Clusterer, ClusteringProblem, ClusteringResult
 from shoal.fields.data.cluster.storage import Matrix, Vectors
 
-__all__ = ["FasterPAMClaim"]
-
 _MOST = 10_000
 
 
 @part
-class FasterPAMClaim(BaseClaim):
+class FasterPAMClaim(BaseClaim, row=47, needs=("c++",)):
     """The swaps of FasterPAM, FastPAM1 and PAM, and of the authors' package.
 
     Args:
@@ -40,9 +37,6 @@ class FasterPAMClaim(BaseClaim):
     """
 
     pairs: int = 7
-
-    rows: ClassVar[tuple[int, ...]] = (47,)
-    needs: ClassVar[tuple[str, ...]] = ("c++",)
 
     def collect(self, run: ClaimRun) -> None:
         """Count; the full run times PAM for some minutes, then the package."""

@@ -3,26 +3,23 @@
 Source: Shen et al., FastSwitch: Optimizing Context Switching Efficiency in Fairness-aware Large
 Language Model Serving, 2024.
 
-Conversations on a real engine whose cache is too small for them, with fair priorities that change
-while they run. Host memory is real and copies are real; the link to it is emulated: 100 us a copy
-and 4 GB/s. The parts are added one by one: a copy a block that all requests wait for, then block
-groups, then copies beside the computation, then copies that are kept. The answers are those of the
-trace, so that all variants serve the same tokens. The A/A run puts the first variant, served in
-another round, in the place of each later one. The quick run counts copies and blocks in virtual
-time: the same engine, scheduler and books, and steps that take what they took when the model was
-profiled.
+Conversations on a real engine whose cache is too small, with fair priorities that change. Host
+memory and copies are real; the link is emulated: 100 us a copy and 4 GB/s. Answers are the trace's,
+so that all variants serve the same tokens. The A/A run has the first variant, served in another
+round; the quick run counts in virtual time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
 from shoal.claims.catalogue import BaseClaim
+from shoal.claims.experiments.tiny import serve_job
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part, table
@@ -33,8 +30,6 @@ from shoal.plan.batching.schedulers.fair import Policy
 
 if TYPE_CHECKING:
     from shoal.serve.engine.loop import Engine
-
-__all__ = ["FastSwitch"]
 
 _DROPPED = {"name": "swap", "keep_host_copies": False}
 _BLOCKS = "per-block synchronous swap"
@@ -124,7 +119,7 @@ class _Said:
 
 
 @part
-class FastSwitch(BaseClaim):
+class FastSwitch(BaseClaim, row=86, needs=("torch",)):
     """Context switches of conversations under fair priorities.
 
     Args:
@@ -149,10 +144,7 @@ class FastSwitch(BaseClaim):
     group: Annotated[int, Ge(1)] = 16
     frequency: Annotated[float, Gt(0), Le(1)] = 0.07
     policy: Policy = "uniform"
-    rounds: Annotated[int, Ge(1)] = 4
-
-    rows: ClassVar[tuple[int, ...]] = (86,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
+    rounds: Annotated[int, Ge(1)] = 5
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
@@ -168,84 +160,55 @@ class FastSwitch(BaseClaim):
                 seen[name].append(self._remembered(run, ran, when))
         first, last = seen[_BLOCKS], seen[_ALL]
 
-        def put(metric: str, name: str, method: list[_Seen], baseline: list[_Seen]) -> None:
-            number = min(len(method), len(baseline))
-            run.put(
-                metric, *([getattr(o, name) for o in some[:number]] for some in (method, baseline))
-            )
-
-        put("copies_with_groups", "copies", seen[_GROUPS], first)
-        put("bytes_with_reuse", "blocks", last, seen[_ASYNCHRONOUS])
+        run.put("copies_with_groups", seen[_GROUPS][0].copies, first[0].copies)
+        without = seen[_ASYNCHRONOUS]
+        run.put("bytes_with_reuse", (o.blocks for o in last), (o.blocks for o in without))
         run.put("switches_per_request", (one.switches for found in seen.values() for one in found))
         if not run.quick:
             pairs = list(zip(last, first, strict=True))
             run.put("tbt_p99", (one.tbt_p99 / ours.tbt_p99 for ours, one in pairs))
             run.put("ttft_p95", (one.ttft_p95 / ours.ttft_p95 for ours, one in pairs))
             run.put("throughput", (ours.tokens_per_s / one.tokens_per_s for ours, one in pairs))
-        shown = ("copies", "blocks", "switches", "switch_s", "ttft_p95", "tbt_p99", "tokens_per_s")
-        run.details |= {
-            name: {what: [round(getattr(one, what), 4) for one in found] for what in shown}
-            for name, found in seen.items()
-        }
         run.profile = "; ".join(
             f"{name}: {found[0].switch_s:.1f} s under way in {found[0].copies:.0f} copies"
             for name, found in seen.items()
         )
 
     def _remembered(self, run: ClaimRun, name: str, turn: int) -> _Seen:
-        """Serve with a variant, once a round; the A/A run compares rounds of the first one.
-
-        Rounds in virtual time would all be the same, so that each has a trace of its own.
-        """
-
-        def serve() -> _Seen:
-            if run.quick:
-                return self._virtual(run.seed + turn, name)
-            return self._real(run.context, name)
-
-        return run.remember(f"{name} {turn} {run.quick}", serve)
+        """Serve with a variant, once a round; the A/A run compares rounds of the first one."""
+        if run.quick:  # all rounds of one trace would be the same
+            return run.remember(f"{name} {turn} True", lambda: self._virtual(run.seed + turn, name))
+        return run.remember(f"{name} {turn} False", lambda: self._real(run.context, name))
 
     def _job(self, name: str) -> ServeJob:
         kv, preempt = _VARIANTS[name]
-        return ServeJob.model_validate(
-            {
-                "model": self.model,
-                "precision": "fp32",
-                "threads": 1,
-                "kv": {"name": "blockgroups", "init": self.group} if kv == "groups" else kv,
-                "kv_tokens": self.kv_tokens,
-                "host_tokens": 8 * self.kv_tokens,
-                "preempt": preempt,
-                # Room to grow: a request that joins leaves a fifth of the cache to the others.
-                "scheduler": {
-                    "name": "fair",
-                    "policy": self.policy,
-                    "frequency": self.frequency,
-                    "watermark": 0.2,
-                },
-                "max_running": _MAX_RUNNING,
-                "max_step_tokens": _STEP_TOKENS,
-                "max_position": _POSITIONS,
-            }
+        # Room to grow: a request that joins leaves a fifth of the cache to the others.
+        fair = {"policy": self.policy, "frequency": self.frequency, "watermark": 0.2}
+        return serve_job(
+            self.model,
+            kv={"name": "blockgroups", "init": self.group} if kv == "groups" else kv,
+            kv_tokens=self.kv_tokens,
+            host_tokens=8 * self.kv_tokens,
+            preempt=preempt,
+            scheduler={"name": "fair", **fair},
+            max_running=_MAX_RUNNING,
+            max_step_tokens=_STEP_TOKENS,
+            max_position=_POSITIONS,
         )
 
     def _arrivals(self, seed: int, vocab_size: int) -> list[Arrival]:
         workload = {
-            "name": "multiturn",
-            "requests": self.requests,
-            "rate": self.rate,
-            "scale": _SCALE,
-            "turns": self.turns,
-            "think_s": self.think_s,
-        }
-        arrivals: list[Arrival] = (
+            "name": "multiturn", "requests": self.requests, "rate": self.rate, "scale": _SCALE,
+            "turns": self.turns, "think_s": self.think_s,
+        }  # fmt: skip
+        trace: list[Arrival] = (
             table("workload")
             .build(workload)
             .arrivals(
                 count=self.requests, vocab_size=vocab_size, max_position=_POSITIONS, seed=seed
             )
         )
-        return arrivals
+        return trace
 
     def _real(self, context: ExperimentContext, name: str) -> _Seen:
         """Serve the trace once, in real time."""
@@ -275,11 +238,8 @@ class FastSwitch(BaseClaim):
         limits = SchedulerLimits(
             max_running=_MAX_RUNNING, max_step_tokens=_STEP_TOKENS, max_position=_POSITIONS
         )
-        preemption = (
-            table("preempt")
-            .build(job.preempt)
-            .build(kv, limits, host_tokens=job.host_tokens, link=link)
-        )
+        how: dict[str, Any] = {"host_tokens": job.host_tokens, "link": link}
+        preemption = table("preempt").build(job.preempt).build(kv, limits, **how)
         scheduler = table("scheduler").build(job.scheduler).build(kv, limits, preemption)
         time = _VirtualTime(link)
         engine = Engine(scheduler, time, kv=kv, hooks=[HostCopyHook()], clock=time.now)
@@ -288,11 +248,9 @@ class FastSwitch(BaseClaim):
 
 
 def _link(layers: int, token_bytes: int) -> HostLink:
+    block_bytes = float(_BLOCK * token_bytes)
     return HostLink(
-        copy_s=_COPY_S,
-        bytes_per_s=_BYTES_PER_S,
-        block_bytes=float(_BLOCK * token_bytes),
-        layers=layers,
+        copy_s=_COPY_S, bytes_per_s=_BYTES_PER_S, block_bytes=block_bytes, layers=layers
     )
 
 
@@ -320,14 +278,10 @@ def _answers(arrivals: Sequence[Arrival]) -> dict[str, Sequence[int]]:
     """What each turn is answered: what its conversation goes on with, or else zeros."""
     following: dict[str, Arrival] = {}
     result: dict[str, Sequence[int]] = {}
-    for number in range(len(arrivals) - 1, -1, -1):
-        turn = arrivals[number]
-        after = following.get(turn.session)
-        start = len(turn.prompt)
-        result[str(number)] = (
-            after.prompt[start : start + turn.output_tokens]
-            if after is not None
-            else (0,) * turn.output_tokens
-        )
+    for number, turn in reversed(list(enumerate(arrivals))):
+        after, start = following.get(turn.session), len(turn.prompt)
+        result[str(number)] = (0,) * turn.output_tokens
+        if after is not None:
+            result[str(number)] = after.prompt[start : start + turn.output_tokens]
         following[turn.session] = turn
     return result

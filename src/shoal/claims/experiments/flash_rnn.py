@@ -2,20 +2,17 @@
 
 Source: Pöppel et al., FlashRNN: Optimizing Traditional RNNs on Modern Hardware, 2024.
 
-An LSTM of 12 heads of 64 units over 1024 steps, forward and backward, against a loop in Python,
-against the alternating kernel, and with one head of 256 units against ``torch.nn.LSTM``. Parity
-is learnt at up to 40 bits and tested at 256, by recurrences and by a transformer of as many
-weights. The systems of constraints that cut the work are solved, and brute force tries the same
-boxes. The A/A run puts the loop in the place of the fused kernel (the loop's own module in that
-of ``torch.nn.LSTM``), the transformer in that of the recurrences and a recurrence in its own,
-and brute force in the place of the solver. The GPU's kernels are timed where there is one.
+An LSTM of 12 heads of 64 units over 1024 steps, both passes, against a loop in Python and the
+alternating kernel; one head of 256 against ``torch.nn.LSTM``; parity learnt at up to 40 bits and
+tested at 256, beside a transformer; constraints solved beside brute force. The A/A run has the
+loop, the transformer (a recurrence in its own place) and brute force.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 from annotated_types import Ge
 
@@ -31,8 +28,6 @@ from shoal.plan.constrint.tiles import (
     linear_system,
     recurrence_system,
 )
-
-__all__ = ["FlashRNN"]
 
 _CPU = Facts(cores=8, vector_bytes=64, registers=32, l1_bytes=49_152, l2_bytes=2_097_152)
 _GPU = Facts(kind="gpu", cores=132, vector_bytes=128, registers=255, l1_bytes=233_472)
@@ -52,7 +47,7 @@ _LEAVES = 2000
 
 
 @part
-class FlashRNN(BaseClaim):
+class FlashRNN(BaseClaim, row=116, needs=("c++",)):
     """Recurrences and the solver of their tiles.
 
     Args:
@@ -65,10 +60,6 @@ class FlashRNN(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 61
     train_steps: Annotated[int, Ge(1)] = 1500
 
-    rows: ClassVar[tuple[int, ...]] = (116,)
-    needs: ClassVar[tuple[str, ...]] = ("c++",)
-    # Noisy with 15 pairs.
-
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.bench.rnn import wrong
@@ -77,7 +68,7 @@ class FlashRNN(BaseClaim):
         fused = run.pick("fused", "reference")
         run.put("wrong_shapes", wrong(fused, _SHAPES, seed=run.seed, tolerance=1e-4))
         run.progress("systems of constraints", 0.05)
-        saved, seconds, run.details["systems"] = _systems(run.as_baseline)
+        saved, seconds = _systems(run.as_baseline)
         run.put("nodes_saved", saved)
         if run.quick:
             return
@@ -104,11 +95,6 @@ class FlashRNN(BaseClaim):
                 )
 
             learnt[name] = run.remember(f"parity {name}", learn)
-            run.details[f"parity_{name}"] = {
-                "parameters": learnt[name].parameters,
-                "loss": learnt[name].loss,
-                "accuracy": sum(learnt[name].right) / len(learnt[name].right),
-            }
         swaps = {"slstm": "transformer", "lstm": "transformer", "transformer": "lstm"}
         for name, parity in run.arms(learnt, swaps).items():
             run.put(f"{name}_parity", parity.right)
@@ -123,7 +109,7 @@ class FlashRNN(BaseClaim):
         from shoal.kernel.rnn.call import Recurrence
 
         machine: Machine = run.context.machine or here()
-        milliseconds = run.details["milliseconds"] = {}
+        said: list[str] = []
         # That the loop is no faster than itself shows soon, and costs seconds a call.
         pairs = run.pick(self.pairs, min(self.pairs, _AA_PAIRS))
         steps, seed = self.steps, run.seed
@@ -136,11 +122,8 @@ class FlashRNN(BaseClaim):
             slow, fast = (statistics.median(timed[arm]) for arm in ("baseline", "method"))
             roof = roof_s(call, machine)
             run.put(name, timed["method"], timed["baseline"], bound=slow / roof)
-            milliseconds[name] = {
-                "method": 1e3 * fast,
-                "baseline": 1e3 * slow,
-                "roofline": 1e3 * roof,
-            }
+            taken = f"{1e3 * fast:.3g} beside {1e3 * slow:.3g}, roofline {1e3 * roof:.3g}"
+            said.append(f"{name} [ms]: {taken}")
 
         for index, batch in enumerate((1, 4, 16)):
             given = inputs("lstm", batch, steps, 12, 64, seed=seed)
@@ -178,7 +161,7 @@ class FlashRNN(BaseClaim):
             }
             others["compiled loop"] = compiled_loop(given, "lstm")
             timed = run.race(others, 3, warmup=1)
-            milliseconds["others"] = {n: 1e3 * statistics.median(s) for n, s in timed.items()}
+            said += [f"{n} [ms]: {1e3 * statistics.median(s):.3g}" for n, s in timed.items()]
         if torch.cuda.is_available():
             device = [
                 one.detach().cuda().requires_grad_()
@@ -193,26 +176,22 @@ class FlashRNN(BaseClaim):
             )
         else:
             run.skip("no GPU", "gpu_speedup")
-        run.details["threads"] = torch.get_num_threads()
-        run.profile = "; ".join(
-            f"{name} [ms]: " + ", ".join(f"{key} {value:.3g}" for key, value in result.items())
-            for name, result in milliseconds.items()
-        )
+        run.profile = "; ".join(said)
 
 
-def _systems(as_baseline: bool) -> tuple[list[float], list[float], dict[str, Any]]:
+def _systems(as_baseline: bool) -> tuple[list[float], list[float]]:
     """How many fewer nodes the solver visits than brute force, and its seconds, a system each.
 
     Brute force is stopped once it has tried as many assignments as the threshold asks for.
     """
-    texts = {
-        "recurrence": recurrence_system(RecurrenceShape(batch=16), _CPU),
-        "one head": recurrence_system(RecurrenceShape(hidden=256, heads=1, batch=16), _CPU),
-        "recurrence on a GPU": recurrence_system(RecurrenceShape(number_bytes=2), _GPU),
-        "linear": linear_system(LinearShape(m=4, n=4096, k=11008), _CPU),
-    }
-    saved, seconds, result = [], [], dict[str, Any]()
-    for name, text in texts.items():
+    texts = (
+        recurrence_system(RecurrenceShape(batch=16), _CPU),
+        recurrence_system(RecurrenceShape(hidden=256, heads=1, batch=16), _CPU),
+        recurrence_system(RecurrenceShape(number_bytes=2), _GPU),
+        linear_system(LinearShape(m=4, n=4096, k=11008), _CPU),
+    )
+    saved, seconds = [], []
+    for text in texts:
         system = parse(text)
         started = time.perf_counter()
         solution = solve(text)
@@ -225,11 +204,4 @@ def _systems(as_baseline: bool) -> tuple[list[float], list[float], dict[str, Any
         brute = leaves if whole else system.box
         saved.append(1.0 if as_baseline else brute / tried)
         seconds.append(stopped_s if as_baseline else solved_s)
-        result[name] = {
-            "nodes": tried,
-            "box": system.box,
-            "seconds": solved_s,
-            "brute_force_s": stopped_s,
-            "objective": solution.objective,
-        }
-    return saved, seconds, result
+    return saved, seconds

@@ -3,21 +3,17 @@
 Source: Wang et al., Data-Centric and Heterogeneity-Adaptive Sequence Parallelism for Efficient LLM
 Training (FlexSP), 2024.
 
-- Fifty batches of 64 files of the standard library, a byte a token, cut at the longest context that
-  16 ranks of 8192 tokens hold; the paper's A100 nodes: eight ranks of 156 TFLOP/s with 300 GB/s
-  among them and 400 Gbit/s to other nodes for all eight; a model 4096 wide. Predicted seconds by
-  the integer program beside those of the best single degree, by the same search over micro-batches.
-- Two processes and forty documents: seconds of a step beside the one single degree that holds them,
-  packed or one after another, whichever is faster.
-- Training steps of ragged batches beside one process.
-
-The A/A run has the best single degree.
+Fifty batches of 64 files of the standard library on 16 described A100 (nodes of eight; 156 TFLOP/s,
+300 GB/s, 400 Gbit/s between nodes): predicted seconds by the integer program beside the best single
+degree by the same search. Two processes: seconds of a step beside the one degree that holds them,
+packed or one by one, whichever is faster. Steps beside one process. The A/A run has the best single
+degree.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge
@@ -27,14 +23,12 @@ from shoal.claims.experiments import ragged
 from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 
-__all__ = ["FlexSPClaim"]
-
 _CAPACITY, _WORLD = 8192, 16
 _FLOPS, _LINKS = 156e12, ((8, 300e9), (16, 6.25e9))
 
 
 @part
-class FlexSPClaim(BaseClaim):
+class FlexSPClaim(BaseClaim, row=96, needs=("torch",)):
     """Groups by an integer program beside one degree for all.
 
     Args:
@@ -54,9 +48,6 @@ class FlexSPClaim(BaseClaim):
     longest: Annotated[int, Ge(2)] = 2048
     turns: Annotated[int, Ge(2)] = 9
     seeds: Annotated[int, Ge(2)] = 4
-
-    rows: ClassVar[tuple[int, ...]] = (96,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

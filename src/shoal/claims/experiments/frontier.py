@@ -2,14 +2,10 @@
 
 Source: Dash et al., Optimizing Distributed Training on Frontier for Large Language Models, 2023.
 
-Simulated on the described machine. The tuner with failures against all configurations and
-against random search; five observations of the paper as statements about the cost model; and
-the utilisation that the model predicts for the paper's two largest runs. The A/A run puts random
-search in the tuner's place, and the device's peak in the cost model's.
-
-The degrees and batches of the two runs (tp 4, pp 16, 640 sequences a replica; tp 8, pp 64, 1,600)
-are the paper's table of best parameters; the rates are counted as its engine counts them, with
-what is computed again.
+Simulated on the described machine: the tuner beside all configurations and random search; five
+observations as statements about the cost model; the utilisation of the paper's two largest runs,
+with degrees and batches of its table of best parameters. The A/A run has random search, and the
+device's peak.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge
@@ -34,8 +30,6 @@ from shoal.plan.tune.protocols import SearchSpace, Setting, TuningResult
 from shoal.plan.tune.random import Random
 from shoal.plan.tune.shapley import explain
 from shoal.plan.tune.training import TrainingObjective, training_space
-
-__all__ = ["MODELS", "PAPER", "FrontierRecipe", "rules"]
 
 # Share of the peak that the paper reports.
 PAPER = {"22B": 0.3838, "175B": 0.3614, "1T": 0.3196}
@@ -76,7 +70,7 @@ _JOB = TrainJob(seq_len=2048, precision="bf16")
 
 
 @part
-class FrontierRecipe(BaseClaim):
+class FrontierRecipe(BaseClaim, row=9):
     """Tuning GPT 175B on 1,024 dies, five rules, and two published runs.
 
     Args:
@@ -88,8 +82,6 @@ class FrontierRecipe(BaseClaim):
     trials: Annotated[int, Ge(24)] = 48
     seeds: Annotated[int, Ge(1)] = 10
     explained: Annotated[int, Ge(24)] = 64
-
-    rows: ClassVar[tuple[int, ...]] = (9,)
 
     def _scarce(self, seed: int) -> dict[str, Any]:
         """The same search on sixteen nodes, where 3 % of the configurations work."""

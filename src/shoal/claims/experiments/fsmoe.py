@@ -3,24 +3,16 @@
 Source: Pan et al., FSMoE: A Flexible and Scalable Training System for Sparse Mixture-of-Experts
 Models, 2025.
 
-- 1458 layers on six nodes of eight devices, 25 GB/s inside a node and 100 Gbit/s to each node,
-  their tasks fitted: forward and backward in the chunks that are chosen, beside one chunk; beside
-  the best number that both passes share where messages inside and between nodes wait for each other
-  (Tutel); and beside every number from 1 to 32.
-- Layers whose rows travel in chunks beside one process, in float64.
-- Four processes on two emulated nodes: tasks timed at eight sizes, chunks chosen from those fits,
-  the layer forward and back with them and without.
-
-The A/A run has one chunk.
+1458 layers on six described nodes of eight devices: chosen chunks beside one chunk, beside the best
+shared number where messages inside and between nodes wait for each other (Tutel), and beside all of
+1 to 32. Layers beside one process. Four processes on two emulated nodes: chunks chosen from eight
+timed sizes, with and without. The A/A run has one chunk.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Iterable
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from annotated_types import Ge
 
@@ -36,8 +28,6 @@ from shoal.machine.emulate import emulate, unavailable
 if TYPE_CHECKING:
     from shoal.cost.training.moe_tasks import MoeLayer
     from shoal.ir import Machine, ModelShape
-
-__all__ = ["FsmoeClaim"]
 
 _RANKS = "shoal.claims.experiments.fsmoe_ranks"
 _NODES, _PER_NODE = 6, 8
@@ -61,14 +51,12 @@ class _Seconds(NamedTuple):
     chosen: float
     one: float
     tutel: float
-    shared: float
     best: float
     r: tuple[int, int]
-    bound: tuple[str, str]
 
 
 @part
-class FsmoeClaim(BaseClaim):
+class FsmoeClaim(BaseClaim, row=35, needs=("torch",)):
     """Layers of experts in chunks, simulated on two levels of links and really run on four ranks.
 
     Args:
@@ -83,9 +71,6 @@ class FsmoeClaim(BaseClaim):
     tokens: Annotated[int, Ge(4)] = 1024
     repeats: Annotated[int, Ge(4)] = 24
 
-    rows: ClassVar[tuple[int, ...]] = (35,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
-
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         sample = list(product(*_GRID))[:: 73 if run.quick else 1]
@@ -99,20 +84,9 @@ class FsmoeClaim(BaseClaim):
         run.put("passes_differ", (one.r[0] != one.r[1] and not run.as_baseline for one in result))
         config = mixture(32, 2, 4, 16)
         run.put("error", (apart(split, config) for split in _SPLITS[: 1 if run.quick else None]))
-        shared = statistics.mean(one.shared / one.chosen for one in result)
-        run.details |= {
-            "layers": len(result),
-            "over_shared_with_the_same_streams": shared,
-            "chunks_forward": _counted(one.r[0] for one in result),
-            "chunks_backward": _counted(one.r[1] for one in result),
-            "held_up_forward": _counted(one.bound[0] for one in result),
-            "held_up_backward": _counted(one.bound[1] for one in result),
-        }
         if run.quick:
             return
-        reason = unavailable()
-        if reason is not None:
-            run.skip(reason, "real_speedup")
+        if run.lacks(unavailable(), "real_speedup"):
             return
         try:
             self._real(run)
@@ -123,7 +97,6 @@ class FsmoeClaim(BaseClaim):
     def _real(self, run: ClaimRun) -> None:
         """Seconds of a layer on four processes of two nodes, in chunks and not."""
         from shoal.claims.experiments.fsmoe_ranks import RANKS, SIZES
-        from shoal.cost.training.moe_makespan import makespan
         from shoal.cost.training.moe_tasks import fitted, passes
         from shoal.plan.experts.moe_overlap import choose
 
@@ -151,18 +124,6 @@ class FsmoeClaim(BaseClaim):
         cut = run.arms({"cut": chunks, "uncut": [1, 1]}, {"cut": "uncut"})["cut"]
         ranks = on("layer_s", bandwidth, repeats=self.repeats, chunks=cut)
         run.put("real_speedup", slowest(ranks, "cut"), slowest(ranks, "uncut"))
-        predicted = sum(makespan(one, 1) for one in both) / sum(choose(one).seconds for one in both)
-        run.details |= {
-            "bandwidth": bandwidth,
-            "fits": {name: line._asdict() for name, line in zip(names, lines, strict=True)},
-            "real_chunks": chunks,
-            "predicted_speedup": predicted,
-            "difference": max(one["difference"] for one in ranks),
-        }
-
-
-def _counted(values: Iterable[object]) -> dict[str, int]:
-    return dict(sorted(Counter(map(str, values)).items()))
 
 
 def _simulated(context: ExperimentContext, grid: list[tuple[Any, ...]]) -> list[_Seconds]:
@@ -183,10 +144,8 @@ def _simulated(context: ExperimentContext, grid: list[tuple[Any, ...]]) -> list[
                 chosen=sum(cut.seconds for cut in mine),
                 one=sum(seconds[0] for seconds in every),
                 tutel=min(map(sum, zip(*tutel, strict=True))),
-                shared=min(map(sum, zip(*every, strict=True))),
                 best=sum(min(seconds) for seconds in every),
                 r=(mine[0].r, mine[1].r),
-                bound=(mine[0].bound, mine[1].bound),
             )
         )
     return result

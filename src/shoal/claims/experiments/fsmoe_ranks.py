@@ -19,8 +19,6 @@ from shoal.parallel.expert.exchange import exchanged, spread
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
 
-__all__ = ["RANKS", "SIZES", "layer_s", "tasks_s"]
-
 RANKS, _EP, _ETP = 4, 2, 2
 SIZES = (1 / 32, 1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0)
 """Parts of the whole work at which tasks are timed."""

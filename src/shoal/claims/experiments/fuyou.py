@@ -3,19 +3,17 @@
 Source: Liao et al., Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a Single
 GPU (Fuyou), 2024.
 
-A decoder of 50 million parameters in a device of 96 MiB, all of its state on a disk that reads and
-writes 400 MB/s in total. The baseline is ZeRO-Infinity: its optimizer works after the backward
-pass, and what autograd saves waits on the host. Both models are alive and take turns. Then Fuyou
-trains with nine amounts of swapped activations, none (all of it is computed again) and all among
-them, and its own choice is held against the best of them. The A/A run trains ZeRO-Infinity in
-Fuyou's place. The quick run is a small model on the disk as it is, and has no clock.
+50 million parameters, a device of 96 MiB, a disk of 400 MB/s in total. The baseline is
+ZeRO-Infinity, in turn with Fuyou; then nine amounts of swapped activations, of which Fuyou's own
+choice is held against the best. The A/A run trains ZeRO-Infinity; the quick run is small and has no
+clock.
 """
 
 from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, MultipleOf
 
@@ -30,13 +28,11 @@ if TYPE_CHECKING:
 
     Policy = Literal["zero_infinity", "fuyou"]
 
-__all__ = ["FuyouClaim"]
-
 _MIB = 2**20
 
 
 @part
-class FuyouClaim(BaseClaim):
+class FuyouClaim(BaseClaim, row=79, needs=("torch",)):
     """Steps beside ZeRO-Infinity's, amounts of swapping, bits and budgets.
 
     Args:
@@ -57,9 +53,6 @@ class FuyouClaim(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 5
     amounts: Annotated[int, Ge(2)] = 9
 
-    rows: ClassVar[tuple[int, ...]] = (79,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
-
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         from shoal.claims.lab.thread_ranks import run_ranks
@@ -77,23 +70,16 @@ class FuyouClaim(BaseClaim):
         regime = runs.Regime(small, 1024, 256 * _MIB, 28 * _MIB, None, place, run.seed)
         host_over, over_estimate = self._count(run, comm, regime, method)
         if not run.quick:
-            regime = runs.Regime(
-                runs.wide_lm(self.width, 4, self.tokens),
-                self.tokens,
-                self.device_mib * _MIB,
-                self.host_mib * _MIB,
-                self.disk_rate,
-                place,
-                run.seed,
-            )
+            large = runs.wide_lm(self.width, 4, self.tokens)
+            budgets = self.device_mib * _MIB, self.host_mib * _MIB
+            regime = runs.Regime(large, self.tokens, *budgets, self.disk_rate, place, run.seed)
             peaks = self._race(run, comm, regime, method)
             host_over.append(peaks["host"] / regime.host_bytes)
             predicted = regime.predicted_bytes()
             over_estimate += [peaks[tier] / most for tier, most in predicted.items()]
             amounts = run.remember("amounts", lambda: self._amounts(run, comm, regime))
-            for metric, pairs in amounts["pairs"].items():
+            for metric, pairs in amounts.items():
                 run.put(metric, *pairs)
-            run.details |= amounts["details"]
         run.put("host_over_budget", host_over)
         run.put("peak_over_estimate", over_estimate)
 
@@ -107,7 +93,6 @@ class FuyouClaim(BaseClaim):
             run.put("differing_bits", runs.differing(regime, training, 4 if run.quick else 10))
             peaks = training.made.tiers.peaks()
         predicted = regime.predicted_bytes()
-        run.details["small"] = {t: [float(peaks[t]), most] for t, most in predicted.items()}
         over = [peaks[tier] / most for tier, most in predicted.items()]
         return [peaks["host"] / regime.host_bytes], over
 
@@ -128,9 +113,6 @@ class FuyouClaim(BaseClaim):
             peaks, theirs = training.made.tiers.peaks(), baseline.made.tiers.peaks()
         run.put("step", result["method"], result["baseline"])
         run.put("baseline_over_budget", theirs["host"] / regime.host_bytes)
-        run.details["peaks"] = {tier: float(peak) for tier, peak in peaks.items()}
-        run.details["baseline_peaks"] = {tier: float(peak) for tier, peak in theirs.items()}
-        run.details["told"] = {t: float(most) for t, most in regime.predicted_bytes().items()}
         words = 4.0 * sum(p.numel() for p in baseline.made.model.parameters())
         run.profile = (
             f"the optimizer reads and writes {3 * words / 1e6:.0f} MB a step, which takes the disk "
@@ -149,13 +131,14 @@ class FuyouClaim(BaseClaim):
             assert made.chosen is not None
             assert made.ordered is not None
             chosen, everything = made.chosen.swapped, made.ordered.nbytes[-1]
-            curve: list[tuple[float, float, float]] = []
+            swapped, predicted, taken = [], [], []
             for number in range(self.amounts):
                 run.progress("amounts", 0.5 + 0.3 * number / self.amounts)
-                predicted = made.use(everything * number / (self.amounts - 1)).seconds
+                predicted.append(made.use(everything * number / (self.amounts - 1)).seconds)
+                swapped.append(float(made.chosen.swapped))
                 training.run(1)
-                curve.append((float(made.chosen.swapped), predicted, training.run(2)))
-            best = min(curve, key=lambda point: point[2])[0]
+                taken.append(training.run(2))
+            best = swapped[taken.index(min(taken))]
 
             def steps(amount: float) -> float:
                 made.use(amount)
@@ -164,23 +147,5 @@ class FuyouClaim(BaseClaim):
             run.progress("the choice", 0.8)
             arms = {"chosen": partial(steps, chosen), "best": partial(steps, best)}
             pairs = run.turns(arms, self.pairs)
-            last = made.use(chosen)
-        _, predicted_s, step_s = zip(*curve, strict=True)
-        details = {
-            "curve": [
-                {"swapped": swapped, "told_s": told, "step_s": seconds}
-                for swapped, told, seconds in curve
-            ],
-            "chosen": float(chosen),
-            "best_of_nine": best,
-            "binds": last.binds,
-            "forward_s": last.forward_s,
-            "backward_s": last.backward_s,
-        }
-        return {
-            "pairs": {
-                "chosen_amount": (pairs["chosen"], pairs["best"]),
-                "model_error": (predicted_s, step_s),
-            },
-            "details": details,
-        }
+        chosen_over_best = pairs["chosen"], pairs["best"]
+        return {"chosen_amount": chosen_over_best, "model_error": (predicted, taken)}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from shoal.claims.experiments.tiny import llama
+from shoal.claims.experiments.tiny import llama, train_job
 from shoal.claims.lab.measure_passes import PlaceholderWeights
 from shoal.core.random import generator
-from shoal.ir import TrainJob, Work
+from shoal.ir import Work
 from shoal.machine.described import load
 from shoal.memory.fuyou.build import FuyouAssignment, fuyou_model
 from shoal.memory.fuyou.model import FuyouModel
@@ -29,26 +29,14 @@ if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.memory.streaming.offloaded import OffloadedModel
 
-__all__ = ["FuyouTraining", "Regime", "differing", "resident", "wide_lm"]
-
 VOCAB = 256
 _LR = 1e-3
-_SUB_GROUP, _PREFETCH = 2**19, 10**7
+_PIECES: dict[str, Any] = {"sub_group_numel": 2**19, "prefetch_numel": 10**7}
 
 
 @dataclass(frozen=True)
 class Regime:
-    """What all policies have in common.
-
-    Args:
-        config: of the model.
-        tokens: of a step.
-        device_bytes: budget of the device.
-        host_bytes: budget of the host.
-        disk_rate: bytes per second that the disk reads, and that it writes; None for its own.
-        place: directory of its file.
-        seed: of the tokens.
-    """
+    """Model, tokens of a step, budgets, byte/s that the disk reads and writes (None: its own)."""
 
     config: ModelConfig
     tokens: int
@@ -71,20 +59,8 @@ class Regime:
 
     def predicted_bytes(self) -> dict[str, float]:
         """Bytes by tier that Fuyou says beforehand."""
-        part = Fuyou(
-            device_budget=self.device_bytes,
-            host_budget=self.host_bytes,
-            sub_group_numel=_SUB_GROUP,
-            prefetch_numel=_PREFETCH,
-        )
-        job = TrainJob(
-            seq_len=self.tokens,
-            global_batch=1,
-            microbatch=1,
-            precision="fp32",
-            grad_clip=0,
-            steps=1,
-        )
+        part = Fuyou(device_budget=self.device_bytes, host_budget=self.host_bytes, **_PIECES)
+        job = train_job(seq_len=self.tokens, global_batch=1, microbatch=1, grad_clip=0, steps=1)
         work = Work(shape=self.config.shape(), job=job)
         return predicted(part, work, load("laptop")).estimate.memory_bytes
 
@@ -96,52 +72,28 @@ def wide_lm(hidden: int, layers: int, tokens: int) -> ModelConfig:
 
 
 class FuyouTraining:
-    """A model in training under one policy; to be closed.
-
-    Args:
-        regime: of all.
-        comm: of one rank.
-        policy: whose optimizer works after the backward pass, or during it.
-        swap: of Fuyou.
-    """
+    """A model in training under one policy; to be closed."""
 
     def __init__(
-        self,
-        regime: Regime,
-        comm: Comm,
-        policy: Literal["zero_infinity", "fuyou"],
-        *,
-        swap: Literal["auto", "all", "none"] | int = "auto",
+        self, regime: Regime, comm: Comm, policy: Literal["zero_infinity", "fuyou"]
     ) -> None:
         self.regime = regime
         self.made: OffloadedModel
         rule, values = AdamW(lr=_LR, fused=False), PlaceholderWeights(regime.config).whole
         model = empty(regime.config)
+        shared: dict[str, Any] = {
+            **_PIECES, "device_bytes": regime.device_bytes, "path": regime.place,
+            "disk_links": regime.links(),
+        }  # fmt: skip
         if policy == "fuyou":
             wanted = FuyouAssignment(
-                device_bytes=regime.device_bytes,
-                host_bytes=regime.host_bytes,
-                sub_group_numel=_SUB_GROUP,
-                prefetch_numel=_PREFETCH,
-                swap=swap,
-                swap_bytes=2**30,
-                path=regime.place,
-                disk_links=regime.links(),
+                **shared, host_bytes=regime.host_bytes, swap="auto", swap_bytes=2**30
             )
             self.made = fuyou_model(model, comm, rule, wanted, device="cpu", values=values)
         else:
             # The host has all the room it asks for: how much is the question.
             after = TierAssignment(
-                device_bytes=regime.device_bytes,
-                host_bytes=2**40,
-                param="disk",
-                optim="disk",
-                act="host",
-                sub_group_numel=_SUB_GROUP,
-                prefetch_numel=_PREFETCH,
-                owner=False,
-                path=regime.place,
-                disk_links=regime.links(),
+                **shared, host_bytes=2**40, param="disk", optim="disk", act="host", owner=False
             )
             self.made = offloaded(model, comm, rule, after, values=values)
         self.step = 0
@@ -172,10 +124,6 @@ class FuyouTraining:
             made.stream.consumer.drain()
         return (time.perf_counter() - begin) / steps
 
-    def values(self) -> dict[str, Tensor]:
-        """Every parameter as it is now."""
-        return {name: held.tensor.clone() for name, held in self.made.held().items()}
-
     def close(self) -> None:
         """End it."""
         self.made.close()
@@ -205,6 +153,6 @@ def differing(regime: Regime, training: FuyouTraining, steps: int) -> int:
     """Losses and numbers of parameters that are not those of PyTorch after so many steps."""
     losses, expected = resident(regime, steps)
     training.run(steps)
-    values = training.values()
+    held = training.made.held()
     differ = sum(a != b for a, b in zip(losses, training.losses, strict=True))
-    return differ + sum(int((values[name] != value).sum()) for name, value in expected.items())
+    return differ + sum(int((held[name].tensor != x).sum()) for name, x in expected.items())

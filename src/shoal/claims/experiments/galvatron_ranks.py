@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 
 from shoal.claims.lab.measure_layers import measure_layers
 from shoal.claims.lab.session import RankSession
+from shoal.claims.ranks import in_turn
 from shoal.core.files import write_json
 from shoal.core.random import generator
 from shoal.ir import Machine, TrainJob
@@ -23,8 +26,6 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.parallel.comm.collectives import TorchComm
     from shoal.parallel.tensor.rows import ReplicaSequences
-
-__all__ = ["measured", "run_with_replan", "time_plans"]
 
 
 def measured(comm: TorchComm, **options: Any) -> dict[str, Any]:
@@ -41,34 +42,19 @@ def _rows(session: RankSession, vocab_size: int, step: int) -> ReplicaSequences:
 
 
 def time_plans(
-    comm: TorchComm, *, jobs: Sequence[TrainJob], config: ModelConfig, rounds: int, turns: int
+    comm: TorchComm, *, jobs: Sequence[TrainJob], config: ModelConfig, turns: int
 ) -> dict[str, list[float]]:
-    """Seconds of training steps of every plan, on this rank.
-
-    Args:
-        comm: all ranks.
-        jobs: the plans' jobs.
-        config: the model.
-        rounds: steps of a plan in a row, after one that is not timed.
-        turns: how often all plans are gone through, forward and backward in turn.
-
-    Returns:
-        Number of the plan -> seconds of its steps.
-    """
+    """Seconds of a step of every plan on this rank, in turn, each after one that is not timed."""
     keep_freed_memory()
     sessions = {str(at): RankSession(comm, job, config) for at, job in enumerate(jobs)}
-    times: dict[str, list[float]] = {at: [] for at in sessions}
-    for turn in range(turns):
-        for at in list(sessions)[:: -1 if turn % 2 else 1]:
-            for number in range(rounds + 1):
-                rows = _rows(sessions[at], config.vocab_size, number)
-                comm.barrier()
-                begin = time.perf_counter()
-                sessions[at].step(rows, record=True)
-                comm.barrier()
-                if number:
-                    times[at].append(time.perf_counter() - begin)
-    return times
+    numbers = itertools.count()
+
+    def step(name: str) -> None:
+        rows = _rows(sessions[name], config.vocab_size, next(numbers))
+        sessions[name].step(rows, record=True)
+
+    arms = {name: functools.partial(step, name) for name in sessions}
+    return in_turn(comm, arms, turns, ready=step)
 
 
 def run_with_replan(
@@ -84,19 +70,8 @@ def run_with_replan(
 ) -> dict[str, Any]:
     """Train with one plan, and with others when they are better, if the job allows it.
 
-    Args:
-        comm: all ranks.
-        job: what the run begins with.
-        plans: what it may go over to.
-        config: the model.
-        machine: what was planned for.
-        profile: what was measured of the layers.
-        steps: how many.
-        signal: file in which the first rank writes each step that has ended.
-
-    Returns:
-        ``seconds`` and ``losses`` of every step, ``changes``: step, microbatch and degrees of what
-        the run went over to, ``moved_bytes`` and ``moved_s``.
+    The first rank writes each step that has ended to ``signal``. Returns ``seconds`` and ``losses``
+    of every step, ``changes`` (step, microbatch, degrees), ``moved_bytes`` and ``moved_s``.
     """
     keep_freed_memory()
     session = RankSession(comm, job, config)

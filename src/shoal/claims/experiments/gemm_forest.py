@@ -3,18 +3,17 @@
 Source: Huynh-Tran et al., Understanding GEMM Performance and Energy on NVIDIA Ada Lovelace: A
 Machine-Learning-based Analytical Approach, 2024.
 
-A sweep of torch's products and of an own tiled kernel on this machine; the forest predicts what
-it has not seen, by rows and by whole shapes. The A/A run puts the roofline in its place, which
-knows no tile. The quick run counts: the kernel's products against NumPy's, and the same forest
-on the elements that the kernel's own loops say they move, instead of on times. Draw and energy
-are judged only where a sensor measures them.
+A sweep of torch's products and of an own tiled kernel; the forest predicts unseen rows and shapes.
+The A/A run has the roofline, which knows no tile. The quick run counts: products against NumPy's,
+and the forest on elements that the kernel's loops move instead of times. Draw and energy need a
+sensor.
 """
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from annotated_types import Ge, Gt
@@ -25,12 +24,10 @@ from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.cost.gemm.predictor import fit
-from shoal.cost.gemm.validate import SPLITS, HeldOut, held_out, importance, tile_choices
+from shoal.cost.gemm.validate import SPLITS, HeldOut, held_out, tile_choices
 from shoal.machine.probes.gemm import Gemm, drawn, moved_elements, own_product
 from shoal.machine.probes.gemm_table import TILES, GemmPoint, GemmShape, GemmTable, telling
 from shoal.machine.protocols import ProbeContext as Probing
-
-__all__ = ["GemmForest"]
 
 _ROOFLINE = "roofline"
 _WITHIN = 1.10
@@ -41,7 +38,7 @@ _SENSORLESS = "no sensor of power on this machine: draw and energy are modelled,
 
 
 @part
-class GemmForest(BaseClaim):
+class GemmForest(BaseClaim, row=41, needs=("c++", "sklearn", "torch")):
     """A sweep of this machine's products, and a forest on it.
 
     Args:
@@ -53,9 +50,6 @@ class GemmForest(BaseClaim):
     budget_s: Annotated[float, Gt(0)] = 150.0
     trees: Annotated[int, Ge(1)] = 100
     pairs: Annotated[int, Ge(1)] = 25
-
-    rows: ClassVar[tuple[int, ...]] = (41,)
-    needs: ClassVar[tuple[str, ...]] = ("c++", "sklearn", "torch")
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
@@ -103,19 +97,7 @@ class GemmForest(BaseClaim):
             run.put("power_error", predictor.errors["watts_error"])
         else:
             run.skip(_SENSORLESS, "power_error")
-        run.details |= {
-            "products": len(table.points),
-            "own": sum(1 for p in table.points if p.tile),
-            "splits": {name: split.summary() for name, split in splits.items()},
-            "coverage": {name: split.coverage for name, split in splits.items()},
-            "tiles": {t: sum(1.0 for c in chosen if c.chosen == t) for t in TILES},
-            "best_tiles": {t: sum(1.0 for c in chosen if c.best == t) for t in TILES},
-            "mean_tile_loss": float(np.mean([c.loss for c in chosen])),
-            "tile_seconds": seconds,
-            "chosen_tile": best,
-        }
-        if not run.as_baseline:
-            run.details["importance"] = importance(table, trees=self.trees)
+        run.details["splits"] = {name: split.summary() for name, split in splits.items()}
         run.profile = f"{len(table.points)} products in {self.budget_s:g} s; tiles at {_EDGE}^3: "
         run.profile += ", ".join(f"{tile}: {1e3 * s:.0f} ms" for tile, s in seconds.items())
 

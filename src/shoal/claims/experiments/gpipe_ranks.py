@@ -12,15 +12,9 @@ from shoal.claims.lab.gpipe import Pipeline, gpipe
 from shoal.claims.ranks import in_turn
 from shoal.parallel.protocols import Comm
 
-__all__ = ["AutogradBytes", "equal_layers", "pass_times", "saved_bytes", "times"]
-
 
 class AutogradBytes:
-    """Counts the bytes that autograd keeps for backward passes, those of parameters aside.
-
-    Args:
-        parameters: what is kept anyway.
-    """
+    """Counts the bytes that autograd keeps for backward passes, those of parameters aside."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._known = {p.untyped_storage().data_ptr() for p in parameters}
@@ -89,17 +83,7 @@ def saved_bytes(
 def times(
     comm: Comm, *, layers: int, width: int, batch: int, ms: list[int], recompute: bool, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of steps with each number of micro-batches, in turn.
-
-    Args:
-        comm: a rank for each cell.
-        layers: equal ones.
-        width: of each.
-        batch: samples of a mini-batch.
-        ms: numbers of micro-batches.
-        recompute: keep inputs of cells alone.
-        repeats: turns.
-    """
+    """Seconds of steps with each number of micro-batches, in turn."""
     pipelines = [_made(comm, layers, width, m, recompute) for m in ms]
     x = torch.ones(batch, width)
     arms = {
@@ -112,13 +96,9 @@ def times(
 def pass_times(
     comm: Comm, *, layers: int, width: int, batch: int, ms: list[int], repeats: int
 ) -> dict[str, list[list[float]]]:
-    """Seconds of a forward pass, and of a backward pass with recomputation, of a micro-batch.
+    """Number of micro-batches -> seconds of a forward and of a recomputing backward pass, by turn.
 
-    On one rank, through all layers; a cell of a kth of them takes a kth. All micro-batches of a
-    mini-batch are taken, in turn with other numbers of them.
-
-    Returns:
-        Number of micro-batches -> forward and backward seconds of each turn.
+    On one rank through all layers, in turn with other numbers; a cell of a kth of them takes a kth.
     """
     made = nn.Sequential(*equal_layers(layers, width))
     pass_times: dict[str, list[list[float]]] = {str(m): [] for m in ms}

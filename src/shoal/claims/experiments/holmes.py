@@ -3,20 +3,16 @@
 Source: Yang et al., Holmes: Towards Distributed Training Across Clusters with Heterogeneous NIC
 Environment, 2023.
 
-- Two clusters of two nodes of eight A100, 200 Gbit/s InfiniBand and 100 Gbit/s RoCE, 10 Gbit/s
-  Ethernet between them: simulated steps of three models with the plan's ranks, with hosts in turn
-  from both clusters, and on four nodes of the slower RDMA.
-- The plan beside all orders of eight ranks, clusters of equal and unequal size.
-- Four processes in two pairs of network namespaces, 50 Mbit/s between the pairs: steps of one job
-  with the plan's ranks and with hosts in turn; the weights are the same to the bit.
-
-The A/A run has hosts in turn.
+Two described clusters of two nodes of eight A100 (200 Gbit/s InfiniBand, 100 Gbit/s RoCE, 10 Gbit/s
+Ethernet between): simulated steps with the plan's ranks, with hosts in turn from both, and on four
+nodes of the slower RDMA; the plan beside all orders of eight ranks. Four processes in two pairs, 50
+Mbit/s between the pairs: steps, and equal weights. The A/A run has hosts in turn.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge
 
@@ -32,8 +28,6 @@ from shoal.machine.emulate import emulate, unavailable
 if TYPE_CHECKING:
     from shoal.plan.topology.clusters import Clusters
 
-__all__ = ["HolmesClaim"]
-
 _RANKS = "shoal.claims.experiments.co2_ranks:time_steps"
 # Models, and ranks of a layer with which they fit.
 _MODELS = (("Llama-3.2-3B", 1), ("Qwen3-4B", 1), ("Llama-3-8B", 2))
@@ -41,7 +35,7 @@ _GBIT = 1e9 / 8
 
 
 @part
-class HolmesClaim(BaseClaim):
+class HolmesClaim(BaseClaim, row=12, needs=("torch",)):
     """Ranks that know their networks beside ranks that do not.
 
     Args:
@@ -57,9 +51,6 @@ class HolmesClaim(BaseClaim):
     bandwidth: Annotated[float, Ge(1)] = 6.25e6
     steps: Annotated[int, Ge(1)] = 3
     turns: Annotated[int, Ge(1)] = 14
-
-    rows: ClassVar[tuple[int, ...]] = (12,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
 
     def __post_init__(self) -> None:
         some = bool(self.global_batches)
@@ -80,18 +71,14 @@ class HolmesClaim(BaseClaim):
         crossing = run.pick("crossing", "turn crossing")
         run.put("crossing", (one[crossing] for one in fields.values()))
         run.put("over_best", _over_best(in_turn=run.as_baseline))
-        run.details["simulated_s"] = fields
         if run.quick:
             return
-        why = unavailable()
-        if why is not None:
-            run.skip(why, "real", "other_weights")
+        if run.lacks(unavailable(), "real", "other_weights"):
             return
         run.progress("steps in two pairs of namespaces", 0.2)
         seconds, unlike = self._timed(run)
         run.put("real", seconds["plan"], seconds["in turn"])
         run.put("other_weights", unlike)
-        run.details["step_s"] = {**seconds, "unlike": [float(unlike)]}
         run.profile = ", ".join(
             f"{name} {1e3 * sorted(of)[len(of) // 2]:.0f} ms a step" for name, of in seconds.items()
         )
@@ -142,16 +129,10 @@ class HolmesClaim(BaseClaim):
             for number in range(self.turns):
                 for name in list(where)[:: -1 if number % 2 else 1]:
                     ranks = on_ranks(
-                        _RANKS,
-                        4,
-                        network=network,
+                        _RANKS, 4, network=network, ranks_per_node=1, timeout_s=300.0, job=job,
                         hosts=[pairs.places[device].cluster for device in where[name]],
-                        ranks_per_node=1,
-                        timeout_s=300.0,
-                        job=job,
-                        config=mini(128, 6, tied=False),
-                        steps=self.steps,
-                    )
+                        config=mini(128, 6, tied=False), steps=self.steps,
+                    )  # fmt: skip
                     seconds[name].append(sorted(slowest(ranks, "seconds"))[self.steps // 2])
                     norms[name] = [rank["norms"] for rank in ranks]
         ours, theirs = (itertools.chain(*norms[name]) for name in where)

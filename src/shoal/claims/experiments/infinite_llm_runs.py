@@ -8,45 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.claims.experiments.tiny import served
+from shoal.claims.experiments.tiny import serve_job, served
 from shoal.core.errors import ServeError
 from shoal.core.random import generator
-from shoal.ir import Request, SamplingParams, ServeJob
+from shoal.ir import Request, SamplingParams
 from shoal.plan.batching.cache.loans import LoanRegistry
 from shoal.serve.cluster.distkv import DistKVEngine, EvenCost
 
 if TYPE_CHECKING:
+    from shoal.ir import ServeJob
     from shoal.model.transformer import Transformer
     from shoal.serve.engine.loop import Engine
-
-__all__ = [
-    "DistKVEngine",
-    "NearbyInstances",
-    "ServedRun",
-    "alone",
-    "job",
-    "longest",
-    "ranked",
-    "requests",
-    "serve",
-    "served_apart",
-]
 
 _VOCAB = 4096
 
 
 def job(model: Path, kv_tokens: int, **changes: Any) -> ServeJob:
     """Three instances, a thread each; nothing is found in a cache."""
-    fields = {
-        "model": str(model),
-        "precision": "fp32",
-        "threads": 1,
-        "kv": {"name": "distributed", "instances": 3, "prefix_reuse": False},
-        "kv_tokens": kv_tokens,
-        "max_running": 64,
-        "max_step_tokens": 512,
-    }
-    return ServeJob.model_validate({**fields, **changes})
+    kv = {"name": "distributed", "instances": 3, "prefix_reuse": False}
+    fields = {"kv": kv, "kv_tokens": kv_tokens, "max_running": 64, "max_step_tokens": 512}
+    return serve_job(model, **(fields | changes))
 
 
 def requests(seed: int, *shapes: tuple[int, int]) -> list[Request]:
@@ -74,22 +55,11 @@ def longest(registry: LoanRegistry, own: int, lent: int, limit: int) -> int:
 
 @dataclass(frozen=True)
 class ServedRun:
-    """What serving some requests gave.
-
-    Args:
-        seconds: from the first to the last.
-        tokens: new ones of each.
-        stats: counters of all instances afterwards, less those of before.
-    """
+    """Seconds in all, new tokens of each request, and counters of all instances of meanwhile."""
 
     seconds: float
     tokens: list[list[int]]
     stats: dict[str, float]
-
-    @property
-    def rate(self) -> float:
-        """New tokens per s."""
-        return sum(map(len, self.tokens)) / self.seconds
 
 
 def serve(engine: DistKVEngine, made: Sequence[Request]) -> ServedRun:
@@ -121,9 +91,7 @@ def alone(model: Transformer, made: Sequence[Request]) -> list[list[int]]:
     from shoal.serve.engine.build import engine_of, prepare
 
     room = sum(len(one.tokens) + one.params.max_tokens + 16 for one in made)
-    single = ServeJob.model_validate(
-        {"model": "random", "precision": "fp32", "threads": 1, "kv_tokens": room}
-    )
+    single = serve_job(kv_tokens=room)
     engine, _, _ = engine_of(single, prepare(single, model))
     return served_apart(engine, made).tokens
 
@@ -151,13 +119,7 @@ class _Said:
 
 
 class NearbyInstances:
-    """Instances in this process, for counts: their blocks and queries go over sockets as ever.
-
-    Args:
-        served: what, by how many.
-        directory: for their sockets.
-        lend: False for each on its own.
-    """
+    """Instances in this process, for counts: blocks and queries go over sockets as ever."""
 
     def __init__(self, served: ServeJob, directory: Path, *, lend: bool = True) -> None:
         from shoal.serve.cluster.distkv_instance import DistKVInstance

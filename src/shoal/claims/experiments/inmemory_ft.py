@@ -3,13 +3,10 @@
 Source: Wang et al., Reliable and Efficient In-Memory Fault Tolerance of Large Language Model
 Pretraining, 2023.
 
-Four replicas of a 4M-parameter model train, each on a host of its own: network namespaces where
-they can be had, else plain processes. Trainers are killed with SIGKILL, and hosts with trainer
-and snapshot process, at random steps; the run goes on from memory by itself, and its losses are
-held against those of a run without faults. What a snapshot after every step costs is measured in
-turn with steps that are not saved and with steps that are saved to the disk. Codes are decoded
-after every loss, and survival is simulated. The A/A run goes back to checkpoints on the disk,
-copies everything on every node, and keeps no parity.
+Four replicas of a 4M-parameter model, each on a host of its own (network namespaces, else
+processes). Trainers, and hosts with their snapshot process, are killed at random steps; losses are
+held against a run without faults. Steps take turns: saved in memory, to the disk, and not. Survival
+is simulated. The A/A run goes back to the disk, copies everything everywhere, and keeps no parity.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from annotated_types import Ge
 
@@ -39,8 +36,6 @@ from shoal.core.random import generator
 from shoal.machine.emulate import emulate, unavailable
 from shoal.plan.memory.survival import Survival, sampled
 
-__all__ = ["InMemoryFT"]
-
 _WORLD = 4
 _WORKER = "shoal.claims.experiments.inmemory_ft_worker"
 _MODEL = "shoal-4m"
@@ -53,7 +48,7 @@ _CYCLES = 4
 
 
 @part
-class InMemoryFT(BaseClaim):
+class InMemoryFT(BaseClaim, row=62):
     """Five trainers and four nodes killed; a snapshot after every step; a hundred thousand jobs.
 
     Args:
@@ -68,8 +63,6 @@ class InMemoryFT(BaseClaim):
     samples: Annotated[int, Ge(1)] = 10
     trials: Annotated[int, Ge(1000)] = 100_000
 
-    rows: ClassVar[tuple[int, ...]] = (62,)
-
     def collect(self, run: ClaimRun) -> None:
         """Decode, count and simulate; kill and go on; time."""
         _count(run)
@@ -78,7 +71,7 @@ class InMemoryFT(BaseClaim):
         if run.quick:
             return
         result = run.remember("runs", lambda: self._runs(run.context))
-        run.details |= result["details"]
+        run.details["ended_by"] = result["ended_by"]
         side = run.pick("memory", "disk")
         for name in ("recovered", "steps_lost", "same_losses", "recovery_s"):
             run.put(name, result[side][name])
@@ -90,7 +83,7 @@ class InMemoryFT(BaseClaim):
             (max(m - n, 1e-3 * n) for m, n in zip(mine, none, strict=True)),
             (max(d - n, 0.0) for d, n in zip(disk, none, strict=True)),
         )
-        cost = run.details["snapshots"] = times["settled"]
+        cost = times["settled"]
         run.profile = (
             f"a step {1e3 * statistics.median(none):.0f} ms; of a snapshot copying "
             f"{1e3 * cost['busy_s']:.1f} ms, coding {1e3 * cost['code_s']:.0f} ms beside the "
@@ -110,7 +103,7 @@ class InMemoryFT(BaseClaim):
         ]
         steps = faults[-1][0] + _APART
         right, run = context.work_dir / "right", context.work_dir / "run"
-        killed: list[tuple[float, int]] = []
+        killed: list[float] = []
         starts: list[float] = []
 
         def inject(supervisor: Any, event: Mapping[str, Any]) -> None:
@@ -121,7 +114,7 @@ class InMemoryFT(BaseClaim):
             if not due or event["step"] < faults[len(killed)][0]:
                 return
             _, kind, rank = faults[len(killed)]
-            killed.append((time.monotonic(), rank))
+            killed.append(time.monotonic())
             if kind == "node":
                 supervisor.lose([rank])
             else:
@@ -139,28 +132,22 @@ class InMemoryFT(BaseClaim):
                 error = str(cause)
         events = list(read_events(run / "events.jsonl"))
         wanted, got = losses_of(read_events(right / "events.jsonl")), losses_of(events)
-        result = _report(events, killed, starts)
-        first = faults[0][0] / steps
+        result = _report(events, killed, starts[0])
+        run_s = result["recovery_s"] or [1e3]
         return {
             "memory": {
                 "recovered": result["recovered"] or [0.0],
                 "steps_lost": result["lost"] or [float(steps)],
                 "same_losses": [float(got.get(s) == loss) for s, loss in wanted.items()],
-                "recovery_s": result["seconds"] or [1e3],
+                "recovery_s": run_s,
             },
             "disk": {
                 "recovered": [0.0] * len(faults),
                 "steps_lost": result["disk"] or [float(steps)],
-                "same_losses": [first],
-                "recovery_s": result["seconds"] or [1e3],
+                "same_losses": [faults[0][0] / steps],
+                "recovery_s": run_s,
             },
-            "details": {
-                "faults": [f"{kind} {rank} after step {step}" for step, kind, rank in faults],
-                "rungs": result["rungs"],
-                "process_start_s": starts[:1],
-                "ended_by": error,
-                "hosts": "plain processes" if unavailable() else "network namespaces",
-            },
+            "ended_by": error,
         }
 
     def _times(self, context: ExperimentContext) -> dict[str, Any]:
@@ -178,16 +165,13 @@ class InMemoryFT(BaseClaim):
         with own_home(context.work_dir), _hosts() as hosts:
             prepare_run(plan, directory, resume=False)
             with MemoryLevel(plan.job, directory, None, hosts) as level:
+                places: dict[str, Any] = {}
+                if hosts is not None:
+                    places = {"environment": hosts.environment, "prefix": hosts.prefix}
                 supervisor = Supervisor(
-                    directory,
-                    ranks=_WORLD,
-                    threads=1,
-                    timeout_s=plan.job.timeout_s,
-                    module=_WORKER,
-                    level=level.fleet,
-                    environment=None if hosts is None else hosts.environment,
-                    prefix=(lambda rank: ()) if hosts is None else hosts.prefix,
-                )
+                    directory, ranks=_WORLD, threads=1, timeout_s=plan.job.timeout_s,
+                    module=_WORKER, level=level.fleet, **places,
+                )  # fmt: skip
                 supervisor.start()
                 supervisor.wait(lambda: None)
         data = json.loads((directory.root / "times.json").read_text())
@@ -195,7 +179,7 @@ class InMemoryFT(BaseClaim):
             mode: [statistics.fmean(taken[i : i + _CYCLES]) for i in range(0, len(taken), _CYCLES)]
             for mode, taken in data["seconds"].items()
         }
-        keys = ("bytes", "busy_s", "copy_s", "code_s", "waited_s")
+        keys = ("busy_s", "code_s", "waited_s")
         blocks["settled"] = {
             key: statistics.median(one[key] for one in data["settled"][2:]) for key in keys
         }
@@ -205,29 +189,19 @@ class InMemoryFT(BaseClaim):
 def _plan(context: ExperimentContext, steps: int, memory: str | None, **changes: Any) -> Any:
     fields = {"seq_len": 128, "global_batch": 2 * _WORLD, **changes}
     return run_plan(
-        context,
-        60,
-        name="inmemory",
-        model=_MODEL,
-        steps=steps,
-        parallel={"dp": _WORLD},
-        checkpoint={"every": _DISK_EVERY, "keep": 2, "memory": memory},
-        **fields,
-    )
+        context, 60, name="inmemory", model=_MODEL, steps=steps, parallel={"dp": _WORLD},
+        checkpoint={"every": _DISK_EVERY, "keep": 2, "memory": memory}, **fields,
+    )  # fmt: skip
 
 
 def _report(
-    events: Sequence[Mapping[str, Any]],
-    killed: Sequence[tuple[float, int]],
-    starts: Sequence[float],
-) -> dict[str, list[Any]]:
-    """Of every fault: the rung, steps lost from memory and from the disk, and seconds."""
-    result: dict[str, list[Any]] = {
-        name: [] for name in ("recovered", "lost", "disk", "seconds", "rungs")
-    }
-    for (when, _), at in zip(
-        killed, [i for i, e in enumerate(events) if e["kind"] == "recover"], strict=False
-    ):
+    events: Sequence[Mapping[str, Any]], killed: Sequence[float], start_s: float
+) -> dict[str, list[float]]:
+    """Of every fault: whether from memory, steps lost from memory and the disk, and seconds."""
+    names = ("recovered", "lost", "disk", "recovery_s")
+    result: dict[str, list[float]] = {name: [] for name in names}
+    recovered = [i for i, e in enumerate(events) if e["kind"] == "recover"]
+    for when, at in zip(killed, recovered, strict=False):
         before, after = events[:at], events[at:]
         start = next((e for e in after if e["kind"] == "start"), None)
         step = next((e for e in after if e["kind"] == "step"), None)
@@ -240,8 +214,7 @@ def _report(
         result["lost"].append(float(done - start["step"]))
         result["disk"].append(float(done - disk))
         # The first start had nothing to read: it is what starting processes takes.
-        result["seconds"].append(step["monotonic_s"] - when - starts[0])
-        result["rungs"].append(events[at]["rung"])
+        result["recovery_s"].append(step["monotonic_s"] - when - start_s)
     return result
 
 
@@ -275,7 +248,6 @@ def _count(run: ClaimRun) -> None:
     stripes = Stripes.of(MEMORY_CODES.build(run.pick("xor", "copies")), _WORLD, max(pieces))
     copied = run.pick(pieces, [total] * _WORLD)
     parity = stripes.parity * stripes.block
-    run.details["state_bytes"] = total
     run.put("copied_share", (c / (total / _WORLD) for c in copied))
     run.put("parity_share", parity / (max(pieces) / (_WORLD - 1)))
 
@@ -323,7 +295,6 @@ def _survival(run: ClaimRun, trials: int) -> None:
         job = Survival(nodes=64, group=4, losses=losses, mtbf_h=2000.0, shape=shape)
         simulated.append(sampled(job, hours, trials=trials, seed=run.seed))
         computed.append(job.uncoded(hours) if run.as_baseline else job.of_job(hours))
-    run.details["survival"] = simulated
     run.put("survival_error", simulated, computed)
 
 

@@ -1,9 +1,7 @@
 """A rank that saves after every step in one of three ways, in turn, for claim [62] InMemoryFT.
 
-``python -m shoal.claims.experiments.inmemory_ft_worker RUN_DIR`` is the ordinary worker with a
-loop of its own: a step that is not saved, one whose state goes to the snapshot processes, and one
-whose state goes to the disk with ``torch.distributed.checkpoint.save``. Rank 0 writes the seconds
-of each.
+The ordinary worker with a loop of its own: not saved, to the snapshot processes, to the disk with
+``torch.distributed.checkpoint.save``. Rank 0 writes the seconds of each.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from shoal.ir.hooks import StepHook
 
 if TYPE_CHECKING:
     from shoal.train.loop import RankTrainer
-
-__all__ = ["MODES", "WARM", "main"]
 
 MODES = ("none", "memory", "disk")
 # Steps until optimizer state exists, memory is mapped and threads are warm.

@@ -2,14 +2,12 @@
 
 Source: Accurate Block Quantization in LLMs with Outliers, 2024.
 
-The keys of a trained model with heads of 128 go through block floats of 16 and of 12 bits, as
-they are and with their channels sorted by the weights. Once as trained; and once after every
-rotary pair of the key projection is multiplied by a lognormal factor and that of the queries
-divided by it, which changes no score and gives the keys the outliers that large models are
-known for. What is judged is the share of the loss between 16 and 12 bits that sorting takes
-away, of the scores and of held-out perplexity. The quick run has normal numbers in place of the
-model. The A/A run sorts nothing. The attention that reads such pages is timed beside PyTorch's
-over gathered ones, in bf16.
+Keys of a trained model with heads of 128 in block floats of 16 and 12 bits, with and without sorted
+channels: as trained, and after every rotary pair of the key projection is multiplied by a lognormal
+factor and that of the queries divided by it, which changes no score and gives keys the outliers of
+large models. Judged is the share of the loss between 16 and 12 bits that sorting takes away. The
+A/A run sorts nothing; the quick run has normal numbers. Attention over such pages is timed beside
+PyTorch's over gathered ones, in bf16.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import functools
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from shoal.kernel.protocols import Ready
     from shoal.model.transformer import Transformer
 
-__all__ = ["KSort"]
-
 _MODEL = "shoal-4m-h128"
 _HEAD = 128
 _BLOCKS = (32, 64, 128)
@@ -48,7 +44,7 @@ _KERNELS = ("cpp", "torch")
 
 
 @part
-class KSort(BaseClaim):
+class KSort(BaseClaim, row=132):
     """Scores and perplexity with keys in block floats, channels sorted or not.
 
     Args:
@@ -60,8 +56,6 @@ class KSort(BaseClaim):
     eval_tokens: Annotated[int, Ge(1024)] = 16384
     samples: Annotated[int, Ge(1)] = 4
     pairs: Annotated[int, Ge(3)] = 15
-
-    rows: ClassVar[tuple[int, ...]] = (132,)
 
     def collect(self, run: ClaimRun) -> None:
         """Count; the full run also trains the model once, predicts and times, for minutes."""
@@ -86,12 +80,8 @@ class KSort(BaseClaim):
         )
         data = from_path(str(context.data)) if context.data else "stdlib"
         config = huggingface.read_config(directory)
-        require(
-            config.head_dim == _HEAD,
-            "claim.ksort model",
-            f"heads of {config.head_dim}",
-            expected=f"heads of {_HEAD}",
-        )
+        size = config.head_dim
+        require(size == _HEAD, "claim.ksort model head_dim", size, expected=f"{_HEAD}")
         text = run.remember(
             "text", lambda: prepare(data, str(directory / "tokenizer.json"), config.vocab_size)
         )
@@ -100,9 +90,7 @@ class KSort(BaseClaim):
         )
         perplexity: dict[tuple[str, str], float] = {}
         errors: dict[tuple[str, str], list[float]] = {}
-        total = 2 * (1 + 3 * len(_BLOCKS))
-        done = 0
-        for kind in ("trained", "outliers"):
+        for at, kind in ((0.05, "trained"), (0.5, "outliers")):
             model, change = _read(directory, kind, tokens, context.seed)
             sorted_, _ = _read(directory, kind, tokens, context.seed)
             if not run.as_baseline:
@@ -110,19 +98,14 @@ class KSort(BaseClaim):
             if kind == "outliers":
                 logit_change = change
             for name, form, each in _variants(model, sorted_):
-                run.progress(f"{kind}: {name}", 0.05 + 0.85 * done / total)
-                done += 1
-
-                def losses(
-                    form: str | None = form, each: Transformer = each
-                ) -> tuple[float, list[float]]:
-                    return _losses(each, form, tokens, text.heldout, self.eval_tokens)
-
+                run.progress(f"{kind}: {name}", at)
+                args = each, form, tokens, text.heldout, self.eval_tokens
+                losses = functools.partial(_losses, *args)
                 # What is not sorted is the same in both runs.
-                key = f"{kind} {name}"
-                result = losses() if "sorted" in name else run.remember(key, losses)
+                same = "sorted" not in name
+                result = run.remember(f"{kind} {name}", losses) if same else losses()
                 perplexity[kind, name], errors[kind, name] = result
-                run.details[key] = {"perplexity": result[0], "score_error": result[1]}
+                run.details[f"{kind} {name}"] = {"perplexity": result[0]}
 
         def removed(table: dict[tuple[str, str], list[float]], n: int) -> list[float]:
             rows = (table["outliers", f"{name} {n}"] for name in ("bfp16", "bfp12", "sorted"))
@@ -153,7 +136,6 @@ class KSort(BaseClaim):
         if machine is not None:
             bound = seconds["torch"] / roof_s(_CALL, machine)
         run.put("attention_speedup", timed["cpp"], timed["torch"], bound=bound)
-        run.details |= {"attention_s": seconds, "attention_bytes": _CALL.moved_bytes}
 
 
 class _Rounds:

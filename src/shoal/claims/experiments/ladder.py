@@ -1,15 +1,9 @@
 """[63] Ladder-residual: the sums of tensor parallelism hidden behind the next sub-layer.
 
-- Mini-models of bytes, standard and ladder, from the same weights on the same text in the same
-  order: the loss on held-out text, three seeds.
-- The trained standard models, their upper half rewired, after a tenth of the steps more, beside
-  the standard models after as many.
-- Two processes that share every layer decode eight requests at once through the engine. A sum over
-  the ranks is there a fixed time after it began, on one emulated link, the same for all models.
-  That time is chosen so that the standard model's step takes five thirds of what it takes without
-  any sums: two fifths of it are communication. Beside the same engine with the standard model,
-  whose sums are waited for at once, and with the parallel block's.
-
+Mini-models of bytes, standard and ladder, same weights and text, three seeds; the trained standard
+models with their upper half rewired, after a tenth of the steps more. Two processes decode eight
+requests; a sum is there a fixed time after it began, the same for all models and such that the
+standard model's step is two fifths communication. Beside the standard model and the parallel block.
 The A/A run puts the standard model in the place of the ladder.
 
 Source: Zhang et al., Ladder-Residual: Parallelism-Aware Architecture for Accelerating Large Model
@@ -21,20 +15,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
+from shoal.claims.experiments.tiny import llama, requests, serve_job, served
 from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
+from shoal.core.random import generator
 from shoal.ir import Architecture
 
 if TYPE_CHECKING:
-    from shoal.model.transformer import Transformer
+    from torch import Tensor
 
-__all__ = ["LadderClaim"]
+    from shoal.model.config import ModelConfig
+    from shoal.model.transformer import Transformer
+    from shoal.parallel.protocols import Comm
+    from shoal.serve.ranks.workers import RankedEngine
 
 # Of the standard model's step, in communication; how near the link's time brings it, and in how
 # many trials.
@@ -45,7 +45,7 @@ _REQUESTS = 8
 
 
 @part
-class LadderClaim(BaseClaim):
+class LadderClaim(BaseClaim, row=63):
     """Loss of three seeds, and decoding on two ranks, beside the standard model.
 
     Args:
@@ -66,12 +66,8 @@ class LadderClaim(BaseClaim):
     tokens: Annotated[int, Ge(1)] = 24
     rounds: Annotated[int, Ge(1)] = 16
 
-    rows: ClassVar[tuple[int, ...]] = (63,)
-
     def collect(self, run: ClaimRun) -> None:
         """Count the sums; then, unless it is quick, train and decode."""
-        from shoal.claims.experiments.ladder_ranks import counted
-
         ours = run.pick("ladder", "standard")
         # Sums of a step on two ranks, how late they are waited for, and the tokens.
         begun, late, wrong = counted(ours, run.seed)
@@ -93,11 +89,9 @@ class LadderClaim(BaseClaim):
 
         data = text(run.context.data)
         recipe, more = Recipe(steps=self.steps), Recipe(steps=max(1, self.steps // 10), lr=1e-3)
-        losses: dict[str, list[float]] = {name: [] for name in ("ours", "standard")}
-        after: dict[str, list[float]] = {name: [] for name in ("converted", "standard")}
-
-        def loss_of(model: Transformer) -> float:
-            return heldout(model, data.heldout, recipe)
+        losses: list[tuple[float, float]] = []
+        after: list[tuple[float, float]] = []
+        loss_of = partial(heldout, data=data.heldout, recipe=recipe)
 
         for number in range(self.seeds):
             seed = run.seed + number
@@ -111,8 +105,8 @@ class LadderClaim(BaseClaim):
                 return loss_of(train(model, data.train, more, seed, first=self.steps))
 
             standard = run.remember(f"standard {seed}", lambda: made("standard"))
-            losses["standard"].append(loss_of(standard))
-            losses["ours"].append(run.remember(f"{ours} {seed} loss", lambda: loss_of(made(ours))))
+            own = run.remember(f"{ours} {seed} loss", lambda: loss_of(made(ours)))
+            losses.append((own, loss_of(standard)))
             wiring: dict[str, Any] = {"name": ours}
             if ours == "ladder":
                 wiring |= {"layers": "upper_half", "rewire": True}
@@ -120,20 +114,13 @@ class LadderClaim(BaseClaim):
                 copy.deepcopy(standard), Architecture.model_validate({"residual": wiring})
             )
             whole = copy.deepcopy(standard)
-            after["standard"].append(run.remember(f"standard {seed} on", partial(on, whole)))
-            after["converted"].append(on(half))
-        run.put("loss", losses["ours"], losses["standard"])
-        run.put("converted_loss", after["converted"], after["standard"])
-        run.details["training"] = {
-            "steps": self.steps,
-            "bytes_a_step": recipe.batch * recipe.length,
-            "loss": losses,
-            "loss_after_a_tenth_more": after,
-        }
+            going_on = run.remember(f"standard {seed} on", partial(on, whole))
+            after.append((on(half), going_on))
+        run.put("loss", *zip(*losses, strict=True))
+        run.put("converted_loss", *zip(*after, strict=True))
 
     def _decode(self, run: ClaimRun, ours: str) -> None:
         """Decode in turn; says where the time of a step goes."""
-        from shoal.claims.experiments.ladder_ranks import Decoding
 
         def timed(*names: str, rounds: int = 5) -> Mapping[str, tuple[float, ...]]:
             arms = {name: partial(runs.run, name) for name in names}
@@ -161,16 +148,140 @@ class LadderClaim(BaseClaim):
         alone = zip(each["compute"], each["standard"], strict=True)
         longest = (max(compute, standard - compute) for compute, standard in alone)
         run.put("of_prediction", each["ours"], longest)
-        every = _REQUESTS * self.tokens
         share = 1 - median(each["compute"]) / median(each["standard"])
-        run.details["decoding"] = {
-            "link_s": latency_s,
-            "communication_share": share,
-            "tokens_per_s": {name: every / median(seconds) for name, seconds in each.items()},
-        }
         steps = ", ".join(
             f"{name} {1e3 * median(seconds) / self.tokens:.1f}" for name, seconds in each.items()
         )
         run.profile = (
             f"ms a step: {steps}; {share:.0%} of the standard step is sums, {sums} an answer"
         )
+
+
+_VOCAB = 1024
+
+
+def _config(kind: str, hidden: int, layers: int) -> ModelConfig:
+    """A model whose attention and feed-forward layer take about as long."""
+    return llama(
+        hidden, layers, max(2, hidden // 64), vocab=_VOCAB, ffn=2 * hidden, head_dim=64,
+        family="parallel" if kind == "parallel" else "llama", initializer_range=0.1, tied=True,
+        architecture={"residual": "ladder" if kind == "ladder" else "standard"},
+    )  # fmt: skip
+
+
+class _Counting:
+    """Notes, of every sum, how many had begun when it was waited for."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self.begun, self.late = comm, 0, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_reduce(self, x: Any, **options: Any) -> Any:
+        pending, number = self._comm.all_reduce(x, **options), self.begun
+        self.begun += 1
+
+        class Waited:
+            def wait(_) -> None:  # noqa: N805
+                self.late.append(self.begun - number - 1)
+                pending.wait()
+
+        return Waited()
+
+
+class _Weights:
+    """The parameters of a model in memory, as those of a directory."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.config, self.dtype = model.config, model.weight.dtype
+        self._found = dict(model.named_parameters())
+
+    def __call__(self, name: str) -> Tensor:
+        return self._found[name].detach().reshape(-1)
+
+
+def _attend(layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
+    """Attention of one sequence from its beginning."""
+    from shoal.model.attention import attend
+
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_NHd, k_NKd, v_NKd))
+    return attend(q, k, v, None, causal=True)[0].transpose(0, 1)
+
+
+def counted(kind: str, seed: int) -> tuple[int, int, int]:
+    """Sums of a pass on two ranks; how many had begun before each was waited for; wrong tokens."""
+    import torch
+
+    from shoal.claims.lab.thread_ranks import run_ranks
+    from shoal.serve.engine.build import prepare
+    from shoal.serve.ranks.boundary import RankBoundary
+    from shoal.serve.ranks.part import PartModel
+    from shoal.train.zoo import random
+
+    config = _config(kind, 128, 4)
+    job = serve_job(kind)
+    tokens = torch.from_numpy(generator(seed, purpose="prompt").integers(0, _VOCAB, 48))
+    places = torch.arange(len(tokens))
+
+    def rank(comm: Comm) -> tuple[_Counting, Tensor | None]:
+        log: Any = _Counting(comm)
+        alone = RankBoundary(comm.split([[0], [1]]), config.hidden, torch.float32)
+        model = PartModel(job, _Weights(random(config, seed)), log, alone, range(4))  # type: ignore[arg-type]
+        log.begun, log.late = 0, []
+        with torch.inference_mode():
+            hidden = model.flat(tokens, places, _attend)
+            assert hidden is not None
+            return log, model.logits(hidden)
+
+    (log, shared), _ = run_ranks(2, rank)
+    assert shared is not None
+    with torch.inference_mode():
+        whole = prepare(job, random(config, seed))
+        want = whole.logits(whole.flat(tokens, places, _attend))
+    # The embedding is a sum too; it begins and ends before the first layer.
+    late = log.late[1:-2]
+    return log.begun, min(late), int((shared.argmax(-1) != want.argmax(-1)).sum())
+
+
+class Decoding:
+    """Engines of two processes each, which generate from the same prompts in turn."""
+
+    def __init__(
+        self, folder: Path, hidden: int, layers: int, requests: int, tokens: int, seed: int
+    ) -> None:
+        self._folder, self._sizes = folder, (hidden, layers)
+        self._requests, self._tokens, self._seed = requests, tokens, seed
+        self._engines: dict[str, RankedEngine] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+    def open(self, name: str, kind: str, **emulated: Any) -> None:
+        """Start two ranks, in the place of those of this name; ``emulated``: of their runner."""
+        from shoal.model import huggingface
+        from shoal.serve.ranks.workers import ranked_engine
+        from shoal.train.zoo import random
+
+        directory = self._folder / kind
+        if not directory.exists():
+            huggingface.write(directory, random(_config(kind, *self._sizes), self._seed))
+        kv = {"name": "paged", "prefix_reuse": False}
+        job = serve_job(directory, kv_tokens=4096, parallel={"tp": 2}, kv=kv)
+        config = huggingface.read_config(directory)
+        if name in self._engines:
+            self._engines.pop(name).close()
+        self._engines[name] = ranked_engine(job, config, **emulated)
+        self.run(name)
+
+    def run(self, name: str) -> None:
+        """Generate all tokens of all requests."""
+        prompts = (
+            generator(self._seed, purpose="prompt", index=number).integers(0, _VOCAB, 4).tolist()
+            for number in range(self._requests)
+        )
+        served(self._engines[name], requests(prompts, self._tokens))

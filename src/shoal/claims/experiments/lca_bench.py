@@ -1,24 +1,19 @@
 """[100] LCA-Bench: attention kernels and context-parallel methods under many masks.
 
-Source: Long-Context Attention Benchmark: From Kernel Efficiency to Distributed Context
-Parallelism, 2025.
+Source: Long-Context Attention Benchmark: From Kernel Efficiency to Distributed Context Parallelism,
+2025.
 
-Every kernel under every mask, and every context-parallel method under four masks on up to 8
-ranks, is compared with float64. Three findings are measured again. Ulysses is ahead of all
-others where communication binds and heads suffice, and cannot run beyond: the ranks' numbers
-are real, their time is that of links on a virtual clock. A causal ring over contiguous pieces
-gives the last rank (2N - 1) / N of the mean work, one over early and late chunks the same to
-all. Under documents of real lengths a kernel for causal masks wastes more than half of its
-FLOPs at 32,768 tokens; other lengths are among the details.
-The A/A run gives the kernels a causal mask in place of their own, puts zigzag in the place of
-Ulysses and of the ring, the ring in the place of zigzag, and makes one document of all.
+Kernels under all masks and context-parallel methods under four, compared with float64. Ulysses is
+ahead where communication binds and heads suffice (real numbers, time of links on a virtual clock);
+a causal ring over contiguous pieces gives the last rank (2N - 1) / N of the mean work; under
+documents a causal kernel wastes more than half of its FLOPs at 32,768 tokens. The A/A run has a
+causal mask, zigzag for Ulysses and the ring, the ring for zigzag, one document.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, MultipleOf
@@ -41,8 +36,6 @@ from shoal.kernel.threads import torch_threads
 if TYPE_CHECKING:
     from shoal.claims.bench.attention.context import AttentionCase
 
-__all__ = ["CONTEXT_MASKS", "LCABench"]
-
 CONTEXT_MASKS = ("full", "causal", "document", "causal_document")
 RANKS = (2, 4, 8)
 HEADS = 4
@@ -50,14 +43,11 @@ HEADS = 4
 # Sequences whose FLOPs are added up for one sample of waste, and samples.
 _SEQUENCES, _BATCHES = 16, 16
 
-# Between ranks that compute fast and ranks that compute slowly lies who wins.
-_SLOW = RankNetwork(flops=5e12)
-
 _Length = Annotated[int, MultipleOf(128), Ge(256)]
 
 
 @part
-class LCABench(BaseClaim):
+class LCABench(BaseClaim, row=100):
     """Correctness of every cell, and three findings of the benchmark.
 
     Args:
@@ -70,8 +60,6 @@ class LCABench(BaseClaim):
     lengths: tuple[_Length, ...] = (1024, 2048, 4096, 8192)
     context_length: _Length = 1024
     document_length: _Length = 32768
-
-    rows: ClassVar[tuple[int, ...]] = (100,)
 
     def collect(self, run: ClaimRun) -> None:
         """Check every cell; the quick run and the A/A run have short sequences.
@@ -87,7 +75,7 @@ class LCABench(BaseClaim):
             kernels = self._kernels(context, pool, small, as_baseline)
         with torch_threads(1):
             methods = self._methods(context, pool, quick)
-            causal_rows, slow = methods, []
+            causal_rows = methods
             if as_baseline:
                 causal_rows = [
                     row
@@ -95,14 +83,6 @@ class LCABench(BaseClaim):
                     for row in _rows(
                         context, case._replace(mask=Mask.causal(256)), 2, RankNetwork()
                     )
-                ]
-            if not small:  # where computation binds instead
-                run.progress("slow ranks", 0.95)
-                slow = [
-                    row
-                    for case in _cases(context, pool, self.context_length)
-                    for ranks in (2, 4)
-                    for row in _rows(context, case, ranks, _SLOW)
                 ]
         cells: list[KernelRow | ContextRow] = [*kernels, *causal_rows]
         ulysses, ring = run.pick("ulysses", "zigzag"), run.pick("ring", "zigzag")
@@ -118,7 +98,7 @@ class LCABench(BaseClaim):
             run.put("full_kernels", _full_kernels(kernels))
             run.put("ulysses_speedup", _speedups(methods, ulysses))
         if not small:
-            run.details |= _details(kernels, methods, slow, pool, context)
+            run.details |= _details(kernels, pool, context)
 
     def _kernels(
         self, context: ExperimentContext, pool: Sequence[int], small: bool, as_baseline: bool
@@ -290,33 +270,13 @@ def _waste(pool: Sequence[int], length: int, seed: int, as_baseline: bool) -> Pa
 
 
 def _details(
-    kernels: Sequence[KernelRow],
-    methods: Sequence[ContextRow],
-    slow: Sequence[ContextRow],
-    pool: Sequence[int],
-    context: ExperimentContext,
+    kernels: Sequence[KernelRow], pool: Sequence[int], context: ExperimentContext
 ) -> dict[str, Any]:
-    cells: list[KernelRow | ContextRow] = [*kernels, *methods]
     waste = {}
     for length in (1024, 2048, 4096, 8192, 32768, 131072):
         result = _waste(pool, length, context.seed, False)
         waste[length] = sum(result.method) / sum(result.baseline)
-    return {
-        "cells": Counter(row.status for row in cells),
-        "errors": {
-            "kernels": max((row.error or 0.0 for row in kernels), default=0.0),
-            "methods": max((row.error or 0.0 for row in methods), default=0.0),
-        },
-        "reasons": {
-            f"{row.kernel}, {row.mask}, {row.length}": row.reason for row in kernels if row.reason
-        },
-        "balance": {
-            f"{row.method}, {row.mask}, {row.ranks}": row.balance for row in methods if row.balance
-        },
-        "step_s": {f"{row.method}, {row.mask}, {row.ranks}": row.step_s for row in methods},
-        "step_s_of_slow_ranks": {
-            f"{row.method}, {row.mask}, {row.ranks}": row.step_s for row in slow
-        },
-        "documents": len(pool),
-        "document_waste": waste,
+    reasons = {
+        f"{row.kernel}, {row.mask}, {row.length}": row.reason for row in kernels if row.reason
     }
+    return {"reasons": reasons, "document_waste": waste}

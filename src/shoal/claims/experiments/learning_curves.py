@@ -2,19 +2,19 @@
 
 Source: Hestness et al., Deep Learning Scaling is Predictable, Empirically, 2017.
 
-What is claimed here: character models (an LSTM and a Transformer) on the default corpus
-follow a power law whose slope does not depend on the architecture and which predicts the
-largest shard from the smaller ones; the best model's size grows as a power of the data;
-error rates on augmented digits follow a steeper power law. And the fitter can be trusted:
-it recovers planted parameters and rates that are theorems. The A/A run puts a constant,
-"data does not matter", in the place of the law.
+An LSTM and a Transformer of characters follow a power law whose slope is that of both and which
+predicts the largest shard; the best model's size grows as a power of the data; digits follow a
+steeper law; and the fitter recovers planted parameters and rates that are theorems. The A/A run has
+a constant in the place of the law.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,23 +26,18 @@ from shoal.claims.experiments.learning_curves_charlm import (
     read_texts,
     train,
 )
-from shoal.claims.experiments.learning_curves_digits import digits_curve
 from shoal.claims.experiments.tiny import corpus_of
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
-from shoal.core.errors import require
+from shoal.core.errors import MissingExtraError, require
 from shoal.core.parts import part, table
 from shoal.core.random import generator
 from shoal.cost.scaling.curve import CurvePoint
-from shoal.cost.scaling.fit import FittedLaw, fit
-
-__all__ = ["LearningCurves", "best_size", "known_rates", "planted_share"]
-
-CONSTANT = "a constant: data does not matter"
+from shoal.cost.scaling.fit import fit
 
 
 @part
-class LearningCurves(BaseClaim):
+class LearningCurves(BaseClaim, row=77):
     """Learning curves of character models and of digits, and what the fitter is worth.
 
     Args:
@@ -58,8 +53,6 @@ class LearningCurves(BaseClaim):
     widths: tuple[int, ...] = (16, 32, 64, 128)
     steps: int = 700
     corpus: str = "stdlib"
-
-    rows: ClassVar[tuple[int, ...]] = (77,)
 
     def __post_init__(self) -> None:
         require(
@@ -92,29 +85,22 @@ class LearningCurves(BaseClaim):
         return read_texts(choice, train_chars=size, heldout_chars=2**15, seed=context.seed)
 
     def _grid(self, context: ExperimentContext, texts: CharlmTexts) -> dict[str, list[list[float]]]:
-        """Per architecture: [characters, parameters, mean loss, spread, seeds] of every run."""
+        """Per architecture: [characters, parameters, mean loss, spread] of every model."""
         shards = [2**i for i in range(self.smallest, self.largest + 1)]
         rates = {name: self._tuned(name, texts, context.seed) for name in ARCHITECTURES}
-        total = len(shards) * len(self.widths) * len(ARCHITECTURES)
-        done = 0
+        cells = list(itertools.product(shards, self.widths, ARCHITECTURES))
         grid: dict[str, list[list[float]]] = {name: [] for name in ARCHITECTURES}
-        for chars in shards:
-            for width in self.widths:
-                for name in ARCHITECTURES:
-                    seeds = 3 if chars <= 2 ** (self.smallest + 1) else 1
-                    losses, count = [], 0
-                    for turn in range(seeds):
-                        setting = CharlmSetting(
-                            name, width, chars, context.seed + turn, rates[name], self._steps(chars)
-                        )
-                        loss, count = train(setting, texts)
-                        losses.append(loss)
-                    spread = float(np.std(losses, ddof=1)) if seeds > 1 else math.nan
-                    grid[name].append(
-                        [float(chars), float(count), float(np.mean(losses)), spread, float(seeds)]
-                    )
-                    done += 1
-                    context.progress(f"{name} of width {width} on {chars} characters", done / total)
+        for done, (chars, width, name) in enumerate(cells):
+            context.progress(f"{name} of width {width} on {chars} characters", done / len(cells))
+            seeds = 3 if chars <= 2 ** (self.smallest + 1) else 1
+            how = rates[name], self._steps(chars)
+            trained = [
+                train(CharlmSetting(name, width, chars, context.seed + turn, *how), texts)
+                for turn in range(seeds)
+            ]
+            losses = [loss for loss, _ in trained]
+            spread = float(np.std(losses, ddof=1)) if seeds > 1 else math.nan
+            grid[name].append([float(chars), float(trained[0][1]), float(np.mean(losses)), spread])
         return grid
 
     def _steps(self, chars: int) -> int:
@@ -135,67 +121,42 @@ class LearningCurves(BaseClaim):
     def _laws(
         self, run: ClaimRun, grid: dict[str, list[list[float]]], digits: Sequence[CurvePoint]
     ) -> None:
-        constant, details = run.as_baseline, run.details
-        curves = {name: best_curve(rows) for name, rows in grid.items()}
-        r2, exponents, errors, sizes = [], {}, [], []
-        offsets: dict[str, tuple[float, float]] = {}
-        details |= {
-            "grid": {name: [row[:3] for row in rows] for name, rows in grid.items()},
-            "digits": [[p.size, p.value] for p in digits],
-        }
-        for name, points in curves.items():
-            fitted = _fitted(points, constant)
-            before = _fitted(points[:-1], constant)
-            predicted = _value(before, points[:-1], points[-1].size)
-            errors.append(abs(predicted / points[-1].value - 1))
-            r2.append(fitted.r2 if fitted else 0.0)
-            exponents[name] = fitted.parameters["beta"].value if fitted else 0.0
-            sizes.append(0.0 if constant else best_size(grid[name]))
-            if fitted is not None:
-                middle = math.sqrt(points[0].size * points[-1].size)
-                here = fitted.predict(middle)
-                offsets[name] = (here.value, fitted.sigma / math.sqrt(len(points)))
-                details[f"law.{name}"] = {
-                    key: [value.value, value.low, value.high]
-                    for key, value in fitted.parameters.items()
-                }
-        if len(offsets) == 2:
-            (a, sa), (b, sb) = offsets.values()
-            apart = abs(math.log(a / b)) / max(math.hypot(sa, sb), 1e-9)
-            details["offsets"] = (
-                f"{apart:.1f} standard errors apart"
-                if apart > 2
-                else "equal within two standard errors"
-            )
-        of_digits = _fitted(digits, constant)
-        values = list(exponents.values())
+        constant = run.as_baseline
+        r2, exponents, errors, sizes = [], [], [], []
+        for rows in grid.values():
+            points = best_curve(rows)
+            of_all, exponent, _ = _law(points, constant)
+            _, _, before = _law(points[:-1], constant)
+            errors.append(abs(before(points[-1].size) / points[-1].value - 1))
+            r2.append(of_all)
+            exponents.append(exponent)
+            sizes.append(0.0 if constant else best_size(rows))
         run.put("r2", r2)
-        run.put("exponent", values)
-        run.put("shallowest_exponent", values)
+        run.put("exponent", exponents)
+        run.put("shallowest_exponent", exponents)
         run.put("largest_error", errors)
-        run.put("exponent_difference", max(values) - min(values))
+        run.put("exponent_difference", max(exponents) - min(exponents))
         run.put("size_exponent", np.median(sizes))
-        run.put("digits_exponent", of_digits.parameters["beta"].value if of_digits else 0.0)
-        details["size_exponents"] = sizes
+        run.put("digits_exponent", _law(digits, constant)[1])
 
 
 def best_curve(rows: Sequence[Sequence[float]]) -> list[CurvePoint]:
     """The best model's loss at each size of data."""
-    best_curve = []
+    curve = []
     for chars in sorted({row[0] for row in rows}):
-        best = min((row for row in rows if row[0] == chars), key=lambda row: row[2])
-        spread = None if math.isnan(best[3]) else best[3]
-        best_curve.append(
-            CurvePoint(size=chars, value=best[2], spread=spread, metric="nats per character")
-        )
-    return best_curve
+        _, _, loss, spread = min((row for row in rows if row[0] == chars), key=lambda row: row[2])[
+            :4
+        ]
+        known = None if math.isnan(spread) else spread
+        curve.append(CurvePoint(size=chars, value=loss, spread=known, metric="nats per character"))
+    return curve
 
 
 def best_size(rows: Sequence[Sequence[float]]) -> float:
     """Exponent of the best model's parameters over data.
 
-    The best size lies between the sizes that were run: the lowest point of the parabola
-    through the losses over log parameters, kept within one octave of those that were run.
+    The lowest point of the parabola through losses over log parameters, within one octave of what
+    ran.
     """
     chars, sizes = [], []
     for amount in sorted({row[0] for row in rows}):
@@ -209,18 +170,21 @@ def best_size(rows: Sequence[Sequence[float]]) -> float:
     return float(np.polyfit(chars, sizes, 1)[0])
 
 
-def _fitted(points: Sequence[CurvePoint], constant: bool) -> FittedLaw | None:
-    return None if constant else fit("power", points)
-
-
-def _value(fitted: FittedLaw | None, points: Sequence[CurvePoint], size: float) -> float:
-    if fitted is None:
-        return float(np.mean([point.value for point in points]))
-    return fitted.predict(size).value
+def _law(
+    points: Sequence[CurvePoint], constant: bool, **options: Any
+) -> tuple[float, float, Callable[[float], float]]:
+    """Share explained, exponent and predictions of the power law, or of a constant."""
+    if constant:
+        mean = float(np.mean([point.value for point in points]))
+        return 0.0, 0.0, lambda size: mean
+    fitted = fit("power", points, **options)
+    return fitted.r2, fitted.parameters["beta"].value, lambda size: fitted.predict(size).value
 
 
 def planted_share(trials: int, *, constant: bool = False) -> tuple[float, ...]:
     """1 for each planted exponent that lies in the fitted interval, 0 otherwise."""
+    if constant:  # a constant has the exponent 0, with no interval around it
+        return (0.0,) * trials
     law = table("law").build("power_floor")
     true = {"alpha": 5.0, "beta": -0.35, "gamma": 0.1}
     sizes = 2.0 ** np.arange(8, 20)
@@ -229,9 +193,6 @@ def planted_share(trials: int, *, constant: bool = False) -> tuple[float, ...]:
     for seed in range(trials):
         noise = generator(seed, purpose="learning_curves.planted").standard_normal(len(sizes))
         values = np.exp(clean + 0.02 * noise)
-        if constant:
-            results.append(0.0)  # a constant has the exponent 0, with no interval around it
-            continue
         points = [CurvePoint(size=m, value=v) for m, v in zip(sizes, values, strict=True)]
         beta = fit("power_floor", points, seed=seed).parameters["beta"]
         results.append(float(true["beta"] in beta))
@@ -246,20 +207,16 @@ def known_rates(*, constant: bool = False) -> tuple[float, ...]:
     """
     random = generator(0, purpose="learning_curves.rates")
     sizes = [2**i for i in range(4, 12)]
-    curves: dict[str, tuple[float, list[float]]] = {
-        "mean": (-1.0, [float((random.standard_normal(20000) ** 2).mean()) / m for m in sizes]),
-        "coin": (
-            -0.5,
-            [float(np.abs(random.binomial(m, 0.3, 20000) / m - 0.3).mean()) for m in sizes],
-        ),
-        "nearest": (-0.5, [_nearest(random, m) for m in sizes]),
-    }
-    known_rates = []
-    for exponent, values in curves.values():
+    curves = (
+        (-1.0, [float((random.standard_normal(20000) ** 2).mean()) / m for m in sizes]),
+        (-0.5, [float(np.abs(random.binomial(m, 0.3, 20000) / m - 0.3).mean()) for m in sizes]),
+        (-0.5, [_nearest(random, m) for m in sizes]),
+    )
+    rates = []
+    for exponent, values in curves:
         points = [CurvePoint(size=float(m), value=v) for m, v in zip(sizes, values, strict=True)]
-        fitted = None if constant else fit("power", points, replicates=0)
-        known_rates.append(abs((fitted.parameters["beta"].value if fitted else 0.0) - exponent))
-    return tuple(known_rates)
+        rates.append(abs(_law(points, constant, replicates=0)[1] - exponent))
+    return tuple(rates)
 
 
 def _nearest(random: np.random.Generator, count: int) -> float:
@@ -268,3 +225,69 @@ def _nearest(random: np.random.Generator, count: int) -> float:
         points = random.random((100, count, 2)) - 0.5
         gaps.append(np.sqrt((points**2).sum(-1)).min(-1))
     return float(np.concatenate(gaps).mean())
+
+
+def _enlarged(images_NHW: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first ``size`` images, and beyond their number slightly turned and shifted copies.
+
+    Returns:
+        Images [size, 8, 8] and which original each is of.
+    """
+    from scipy import ndimage
+
+    which = np.arange(size) % len(images_NHW)
+    out = images_NHW[which].copy()
+    random = generator(seed, purpose="learning_curves.augment")
+    for i in range(len(images_NHW), size):
+        turn, middle = np.deg2rad(random.uniform(-8, 8)), np.array([3.5, 3.5])
+        matrix = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
+        # One interpolation for both, so that copies are not blurred twice.
+        offset = middle - matrix @ middle + random.uniform(-0.4, 0.4, 2)
+        out[i] = ndimage.affine_transform(out[i], matrix, offset, order=1)
+    return out, which
+
+
+def digits_curve(
+    seed: int, sizes: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+) -> list[CurvePoint]:
+    """Error rates of a small network on held-out digits over nested training sets.
+
+    Sets larger than the number of originals are filled up with augmented copies.
+    """
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.neural_network import MLPClassifier
+    except ImportError as cause:
+        raise MissingExtraError("scikit-learn", "bench", "the claim learning_curves") from cause
+
+    images, labels = load_digits(return_X_y=True)
+    images = images.reshape(-1, 8, 8) / 16.0
+    points = []
+    for size in sizes:
+        errors = []
+        # A small set's error depends on which images it got: more draws of it.
+        seeds = 8 if size <= 256 else 4
+        for turn in range(seeds):
+            draws = generator(seed, purpose="learning_curves.digits", index=turn)
+            order = draws.permutation(len(images))
+            held, pool = order[:500], order[500:][:size]
+            x, which = _enlarged(images[pool], size, seed + 1000 * turn)
+            network = MLPClassifier(
+                (64,), max_iter=max(40, 40960 // size), random_state=turn, alpha=1e-3, tol=0.0,
+                n_iter_no_change=1000, batch_size=min(64, size),
+            )  # fmt: skip
+            with warnings.catch_warnings():
+                # The number of passes is fixed on purpose.
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                network.fit(x.reshape(size, -1), labels[pool[which]])
+            wrong = network.predict(images[held].reshape(len(held), -1)) != labels[held]
+            errors.append(float(wrong.mean()))
+        mean, spread = float(np.mean(errors)), float(np.std(errors, ddof=1))
+        trials = 500 * seeds
+        points.append(
+            CurvePoint(
+                size=float(size), value=mean, spread=spread, trials=trials, metric="error rate"
+            )
+        )
+    return points

@@ -1,14 +1,12 @@
 """Character language models for learning curves: an LSTM and a Transformer of four widths.
 
-Text is nested: a shard is the beginning of one stream of shuffled training documents, and
-the validation text is of other documents. Every run stops early, by the validation loss,
-and reports its best.
+A shard is the beginning of one stream of shuffled documents; validation text is of others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +19,6 @@ from shoal.core.random import generator, seed64
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["ARCHITECTURES", "VOCAB", "CharlmSetting", "CharlmTexts", "read_texts", "train"]
-
 ARCHITECTURES = ("lstm", "transformer")
 # Printable ASCII, newline and tab; everything else is one character.
 VOCAB = 98
@@ -32,14 +28,7 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class CharlmTexts:
-    """Characters as numbers, and which documents they are of.
-
-    Args:
-        train: stream of the shuffled training documents, uint8.
-        heldout: validation characters, uint8.
-        train_names: documents of the stream.
-        heldout_names: documents of the validation text.
-    """
+    """Characters as uint8, and the names of the documents of each stream."""
 
     train: np.ndarray
     heldout: np.ndarray
@@ -89,16 +78,7 @@ def read_texts(data: Choice, *, train_chars: int, heldout_chars: int, seed: int)
 
 @dataclass(frozen=True)
 class CharlmSetting:
-    """One run.
-
-    Args:
-        architecture: lstm or transformer.
-        width: hidden width.
-        chars: characters of the shard.
-        seed: of weights and batches.
-        lr: learning rate of AdamW.
-        steps: most steps.
-    """
+    """One run: ``chars`` of the shard, at most ``steps``, AdamW's ``lr``."""
 
     architecture: str
     width: int
@@ -133,16 +113,8 @@ def _model(setting: CharlmSetting) -> nn.Module:
     return Transformer(llama(width, 2, heads, vocab=VOCAB, ffn=2 * width, length=CONTEXT))
 
 
-def train(
-    setting: CharlmSetting, texts: CharlmTexts, beat: Callable[[], None] = lambda: None
-) -> tuple[float, int]:
-    """Best validation loss in nats a character, and the model's parameters.
-
-    Args:
-        setting: what to train.
-        texts: on what.
-        beat: called after every evaluation.
-    """
+def train(setting: CharlmSetting, texts: CharlmTexts) -> tuple[float, int]:
+    """Best validation loss in nats a character, and the model's parameters."""
     import torch
     import torch.nn.functional as F
 
@@ -180,7 +152,6 @@ def train(
             now = sum(parts) / len(held)
             worse = 0 if now < best else worse + 1
             best = min(best, now)
-            beat()
             if worse >= 2:
                 break
     return best, count

@@ -1,11 +1,10 @@
 """[134] MallocGame: does an agent that plans map memory better than a compiler's heuristic?
 
-Eight programs, each with two sizes of fast memory, an eighth and a quarter of all bytes that the
-program touches: five small models traced operator by operator, two levels of Strassen's scheme, and
-two random programs. The heuristic places candidates by saved time per byte and slot, evicts, and
-asks the model of time about every step; the hybrid anneals, and learns each program's game from
-the better of the two. Small random programs are solved exactly. Two mappings of a real model run in
-two real memories, the slow one held to its rate. The A/A run is the heuristic again.
+Eight programs (five traced models, two levels of Strassen's scheme, two random ones), fast memories
+of an eighth and a quarter of their bytes. The heuristic places by saved time per byte and slot,
+evicts, and asks the model of time about every step; the hybrid anneals, and learns from the better
+of both. Small programs are solved exactly, two mappings run in real memories. The A/A run is the
+heuristic again.
 
 Source: Mandhane et al., Optimizing Memory Mapping Using Deep Reinforcement Learning, 2023.
 """
@@ -13,9 +12,8 @@ Source: Mandhane et al., Optimizing Memory Mapping Using Deep Reinforcement Lear
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Le
 
@@ -32,8 +30,6 @@ from shoal.plan.mapping.samples import random_program
 if TYPE_CHECKING:
     from shoal.memory.mapping.trace import TracedProgram
 
-__all__ = ["MallocGameClaim"]
-
 _SHARES = (8, 4)
 _SMALL_STEPS = 8
 _SMALL_DECISIONS = 25
@@ -41,7 +37,7 @@ _SLOW_BANDWIDTH = 50e6
 
 
 @part
-class MallocGameClaim(BaseClaim):
+class MallocGameClaim(BaseClaim, row=134, needs=("c++", "torch")):
     """Modelled time of the hybrid mapper against greedy, against the optimum, and a real run.
 
     Args:
@@ -53,9 +49,6 @@ class MallocGameClaim(BaseClaim):
     rounds: Annotated[int, Ge(1), Le(1000)] = 10
     small: Annotated[int, Ge(1), Le(1000)] = 10
     pairs: Annotated[int, Ge(1), Le(1000)] = 15
-
-    rows: ClassVar[tuple[int, ...]] = (134,)
-    needs: ClassVar[tuple[str, ...]] = ("c++", "torch")
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
@@ -111,10 +104,6 @@ class MallocGameClaim(BaseClaim):
         arms = {name: lambda one=one: execute(traced, one).seconds for name, one in ways.items()}
         taken = run.turns(arms, self.pairs, warmup=1)
         run.put("executed_speedup", taken["method"], taken["greedy"])
-        run.details["executed"] = {
-            "modelled_s": {name: one.seconds for name, one in ways.items()},
-            "median_s": {name: statistics.median(of) for name, of in taken.items()},
-        }
 
 
 def _map(
@@ -173,12 +162,8 @@ def _row(found: Mapping, greedy: Mapping, alone: bool, seed: int) -> dict[str, A
 
     row: dict[str, Any] = {
         "program": c.program.name,
-        "instructions": c.slots,
-        "decisions": c.decisions,
-        "fast_bytes": c.tiers.fast_bytes,
         "greedy": share(greedy),
         "hybrid": share(found),
-        "all_fast": c.all_fast / c.all_slow,
     }
     if not alone:
         from shoal.memory.mapping.hybrid import HOT, HybridMapper

@@ -1,15 +1,12 @@
 """[117] Marlin: do 4-bit weights make a linear layer as much faster as they are smaller?
 
-Source: Frantar et al., MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large
-Language Models, 2024.
+Source: Frantar et al., MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large Language
+Models, 2024.
 
-Three layer shapes, 1 to 64 rows, against PyTorch's bf16 product and its own 4-bit product, each
-with so many copies of the weights that none is found in a cache. A sample is the geometric mean
-over the shapes of the seconds of a product, the methods in turns; what dispatch would take
-among the kernels that round nothing is the method. Counted, and so quick: bytes of the
-weights, error against the products that the codes mean, sums of integers that are not exact,
-places of the GPU layout that do not come back. The A/A run puts the bf16 product in the place
-of the 4-bit one.
+Three layer shapes, 1 to 64 rows, against PyTorch's bf16 and 4-bit products, over so many copies of
+the weights that none is in a cache. A sample is the geometric mean over the shapes; the method is
+what dispatch takes among kernels that round nothing. Counted: bytes, errors, inexact integer sums,
+places of the GPU layout. The A/A run has the bf16 product.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, MultipleOf
@@ -38,8 +35,6 @@ from shoal.kernel.formats import weight_format
 if TYPE_CHECKING:
     from shoal.kernel.protocols import PackedMatrix
 
-__all__ = ["ROWS", "SHAPES", "MarlinClaim"]
-
 FORMAT = "int4-g128"
 # (outputs, inputs).
 SHAPES: tuple[tuple[int, int], ...] = ((4096, 4096), (11008, 4096), (8192, 8192))
@@ -49,7 +44,7 @@ _EXACT = ("cpp_w4a16", "torch", "dequantised")
 
 
 @part
-class MarlinClaim(BaseClaim):
+class MarlinClaim(BaseClaim, row=117):
     """Speed at 1 to 64 rows, a decoder from end to end, and what the codes cost in quality.
 
     Args:
@@ -63,8 +58,6 @@ class MarlinClaim(BaseClaim):
     pairs: Annotated[int, Ge(3)] = 15
     width: Annotated[int, MultipleOf(128), Ge(256)] = 1024
     model: str = "shoal-4m-h128"
-
-    rows: ClassVar[tuple[int, ...]] = (117,)
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Where the 4-bit kernels cannot run."""
@@ -94,14 +87,12 @@ class MarlinClaim(BaseClaim):
         chosen = run.pick(gptq, nearest)
         run.put("perplexity_increase", math.exp(chosen - plain_loss) - 1)
         run.put("gptq_over_nearest", chosen, nearest)
-        run.details["loss"] = {"bf16": plain_loss, "nearest": nearest, "gptq": gptq}
 
     def _products(self, run: ClaimRun) -> None:
         # One shape shows that the baseline does not pass; its times would say no more.
         shapes = run.pick(SHAPES, SHAPES[:1])
         rows = run.pick(ROWS, (1, 4, 8, 16))
         seconds: dict[int, list[Mapping[str, tuple[float, ...]]]] = {m: [] for m in rows}
-        table = []
         for index, (n, k) in enumerate(shapes):
             layer = _Layer(n, k, self.cold_bytes, run.seed)
             for place, m in enumerate(rows):
@@ -110,8 +101,6 @@ class MarlinClaim(BaseClaim):
                 methods = run.arms(layer.methods(m), {_INT4: _BF16, _W4A8: _BF16})
                 taken = interleave(methods, self.pairs, warmup=2, seed=run.seed + m).seconds
                 seconds[m].append(taken)
-                row = {"n": n, "k": k, "m": m, "chosen": layer.chosen(m)}
-                table.append(row | {name: statistics.median(each) for name, each in taken.items()})
         pairs = {m: _means(each) for m, each in seconds.items()}
         gains = {m: _gain(pairs[m][_BF16], pairs[m][_INT4]) for m in rows}
         machine = run.context.machine or here()
@@ -129,22 +118,14 @@ class MarlinClaim(BaseClaim):
         least = min(shares, key=lambda m: shares[m])
         bound = statistics.median(pairs[least][_BF16]) / roofs[least][0]
         run.put("roofline_share", shares.values(), bound=bound)
+        own = [m for m in rows if _OWN in pairs[m]]
+        run.details["gain_over_own_bf16"] = {m: _gain(pairs[m][_OWN], pairs[m][_INT4]) for m in own}
         run.profile = "; ".join(
             f"{m} rows: {gains[m]:.2f} x, roof {roofs[m][0] / roofs[m][1]:.2f} x, "
             f"{1e6 * statistics.median(pairs[m][_INT4]):.0f} us, "
             f"roof {1e6 * roofs[m][1]:.0f} us"
             for m in rows
         )
-        run.details |= {
-            "table": table,
-            "gain_over_torch_bf16": gains,
-            "gain_over_own_bf16": {
-                m: _gain(pairs[m][_OWN], pairs[m][_INT4]) for m in rows if _OWN in pairs[m]
-            },
-            "roofline_share": shares,
-            "rounded_gain": {m: _gain(pairs[m][_BF16], pairs[m][_W4A8]) for m in rows},
-            "least_over_torch_int4_at": worst,
-        }
 
 
 class _Layer:

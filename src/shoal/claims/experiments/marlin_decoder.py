@@ -23,8 +23,6 @@ from shoal.train import zoo
 from shoal.train.quality import compare
 from shoal.train.quantize import calibration
 
-__all__ = ["decoders", "losses"]
-
 _CONTEXT, _TOKENS = 32, 4
 
 

@@ -13,13 +13,12 @@ import torch
 
 from shoal.claims.bench.decode import PLAIN, Bench
 from shoal.claims.experiments.decoding import root_path, summarize
+from shoal.claims.frame import paired
 from shoal.claims.protocols import PairedSamples
 from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.ir import Chunk, DrafterCalibration, Request, SamplingParams, ServeJob
 from shoal.plan.trees.drafting import FixedDrafting
-
-__all__ = ["calibrated", "equal_answers", "tree_logits", "trees"]
 
 _MEDUSA = "medusa"
 
@@ -27,10 +26,7 @@ _MEDUSA = "medusa"
 def tree_logits(seed: int, *, masked: bool, nodes: int = 24) -> list[float]:
     """Largest difference between a node's scores and those of its path alone, in float64.
 
-    Args:
-        seed: of model and tree.
-        masked: every node sees its own path; else all rows before it, as text would.
-        nodes: of the tree.
+    ``masked``: every node sees its own path; else all rows before it, as text would.
     """
     from shoal.model.config import ModelConfig
     from shoal.serve.decode.protocols import TokenTree, branches
@@ -72,32 +68,23 @@ def trees(
     new_tokens: int,
     *,
     as_baseline: bool,
-) -> tuple[PairedSamples, dict[str, Any]]:
+) -> PairedSamples:
     """Tokens a step with the best tree of some sizes, and with fixed ones of as many nodes."""
+    product = {"name": "cartesian", "widths": (2, 2, 1)}
+    made: dict[str, Any] = {"auto": "auto", "chain": "chain", "product": product}
     options = {"name": "medusa", "path": str(heads)}
-    made = {"chain": "chain", "product": {"name": "cartesian", "widths": (2, 2, 1)}}
-    others = Bench(
-        bench.model,
-        {
-            "auto": {**options, "tree": "auto"},
-            **{name: {**options, "tree": tree} for name, tree in made.items()},
-        },
-        threads=bench.threads,
-    )
+    methods = {name: {**options, "tree": tree} for name, tree in made.items()}
+    others = Bench(bench.model, methods, threads=bench.threads)
+
+    def rate(name: str, nodes: int) -> float:
+        others.engines[name].scheduler.drafting = FixedDrafting(nodes)  # type: ignore[attr-defined]
+        answers = [others.answer(name, [prompt], new_tokens) for prompt in prompts]
+        return summarize(answers)["tokens_per_step"]
+
     sizes = {"chain": 4, "product": 10}
-    result: dict[str, Any] = {}
-    pairs: list[tuple[float, float]] = []
-    for name, nodes in sizes.items():
-        rates = {}
-        for one in (name, "auto"):
-            others.engines[one].scheduler.drafting = FixedDrafting(nodes)  # type: ignore[attr-defined]
-            answers = [others.answer(one, [prompt], new_tokens) for prompt in prompts]
-            rates[one] = summarize(answers)["tokens_per_step"]
-        result[f"{nodes} nodes"] = rates
-        pairs.append((1.0 if as_baseline else rates["auto"], rates[name]))
-    return PairedSamples(
-        method=tuple(a for a, _ in pairs), baseline=tuple(b for _, b in pairs)
-    ), result
+    fixed = [rate(name, nodes) for name, nodes in sizes.items()]
+    # Without heads a step gives one token.
+    return paired((1.0 if as_baseline else rate("auto", n) for n in sizes.values()), fixed)
 
 
 def calibrated(target: Path, heads: Path, *, as_baseline: bool) -> PairedSamples:

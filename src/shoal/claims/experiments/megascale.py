@@ -1,14 +1,12 @@
 """[81] MegaScale: a run that names its own faults and goes on; overlaps; barriers at the start.
 
-Source: Jiang et al., MegaScale: Scaling Large Language Model Training to More Than 10,000
-GPUs, 2024.
+Source: Jiang et al., MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs,
+2024.
 
-Eight worker processes train a small model under the robust driver. From outside they are
-killed, or something below the worker is broken: a collective never begins, a rank takes twice as
-long, the loader gives no more rows, products are wrong. The driver sees processes, beats, output
-and records. The losses of the repaired runs are held against those of a run without faults. The
-quick run plants what can be planted on threads with a virtual clock. The A/A run blames who
-waits longest, repairs nothing, overlaps nothing, and lets every rank make every group.
+Eight worker processes are killed, or something below them is broken: a collective never begins, a
+rank is half as fast, the loader gives no more rows, products are wrong. The driver sees processes,
+beats, output and records. The A/A run blames who waits longest, repairs nothing, overlaps nothing,
+and lets every rank make every group; the quick run is on threads with a virtual clock.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from annotated_types import Ge, MultipleOf
 
@@ -48,8 +46,6 @@ from shoal.train.watch.megascale import MegaScale as Locator
 from shoal.train.watch.recorder import Recorder
 from shoal.train.watch.watched_comm import WatchedComm
 
-__all__ = ["MegaScaleClaim"]
-
 KINDS = ("kill", "hang", "slow", "stall", "corrupt")
 _WORLD = 8
 _WORKER = "shoal.claims.experiments.megascale_worker"
@@ -64,7 +60,7 @@ _CALLS, _REPEATS = 5000, 5
 
 
 @part
-class MegaScaleClaim(BaseClaim):
+class MegaScaleClaim(BaseClaim, row=81):
     """Five kinds of fault in eight processes; the ladder of a 175B plan; groups of 1024 ranks.
 
     Args:
@@ -79,8 +75,6 @@ class MegaScaleClaim(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 9
     ranks: Annotated[int, MultipleOf(_TP * _PP), Ge(256)] = 1024
 
-    rows: ClassVar[tuple[int, ...]] = (81,)
-
     def collect(self, run: ClaimRun) -> None:
         """Break, watch, repair; count; simulate; and time two processes with a slow link."""
         context = run.context
@@ -88,16 +82,14 @@ class MegaScaleClaim(BaseClaim):
         result = run.remember(key, lambda: make(context))
         run.put("named", result[run.pick("named", "blamed")])
         run.put("false_alarms", result[run.pick("alarms", "blamed_alarms")])
-        run.put("barrier_growth", _growth(self.ranks, run.as_baseline, run.details))
+        run.put("barrier_growth", _growth(self.ranks, run.as_baseline))
         run.put("ladder_speedup", _ladder(run))
         if run.quick:
             return
-        run.details |= result["details"]
+        run.details["faults"] = result["faults"]
         run.put("same_losses", result[run.pick("same", "unrepaired")])
         run.put("recorder_share", result["recorder_share"])
-        reason = unavailable()
-        if reason is not None:
-            run.skip(reason, "overlap_speedup")
+        if run.lacks(unavailable(), "overlap_speedup"):
             return
         run.progress("gradients over a slow link", 0.9)
         times = _overlapped(self.pairs, run.arms({"during": True, "after": False}, _SWAPS))
@@ -116,27 +108,25 @@ class MegaScaleClaim(BaseClaim):
         steps = 8 + _APART * len(KINDS)
         robust = Robust(spares=len(KINDS), min_ranks=0, hang_s=6.0, slow_s=0.5)
         source = random.Random(context.seed)
-        named: list[float] = []
-        blamed: list[float] = []
-        same: list[float] = []
-        unrepaired: list[float] = []
-        alarms = 0
-        values: list[str] = []
-        restarts: list[float] = []
+        lists = ("named", "blamed", "same", "unrepaired", "faults")
+        result: dict[str, Any] = {name: [] for name in lists}
+
+        def trained(name: str, steps: int, **broken: Any) -> Path:
+            folder = context.work_dir / name
+            plan = self._plan(context, steps)
+            execute_robust(plan, folder, robust, module=_WORKER, **broken)
+            return folder
+
         with own_home(context.work_dir):
-            clean = context.work_dir / "clean"
             context.progress("a run without faults", 0.0)
-            rest = max(0, self.clean_steps - steps)
-            execute_robust(self._plan(context, steps), clean, robust, module=_WORKER)
-            alarms += len(_faults(clean))
+            clean = trained("clean", steps)
+            alarms = len(_faults(clean))
+            if self.clean_steps > steps:
+                alarms += len(_faults(trained("longer", self.clean_steps - steps)))
             right = losses_of(_events(clean))
             evidence = Evidence.load(clean / "ranks")
-            share = _recorder_share(evidence, clean)
-            blamed_alarms = len(longest_waiter(evidence).faults)
-            if rest:
-                longer = context.work_dir / "longer"
-                execute_robust(self._plan(context, rest), longer, robust, module=_WORKER)
-                alarms += len(_faults(longer))
+            result["recorder_share"] = _recorder_share(evidence, clean)
+            result["blamed_alarms"] = len(longest_waiter(evidence).faults)
             for number in range(self.faults):
                 context.progress(f"run {number + 1} with five faults", 0.2 + 0.14 * number)
                 order = source.sample(KINDS, len(KINDS))
@@ -145,59 +135,34 @@ class MegaScaleClaim(BaseClaim):
                     place: (kind, 8 + _APART * i)
                     for i, (kind, place) in enumerate(zip(order, places, strict=True))
                 }
-                run = context.work_dir / f"run-{number}"
+                name = f"run-{number}"
                 try:
-                    execute_robust(
-                        self._plan(context, steps),
-                        run,
-                        robust,
-                        module=_WORKER,
-                        environment=_broken(plan),
-                        inject=_killer(plan),
-                    )
+                    trained(name, steps, environment=_broken(plan), inject=_killer(plan))
                 except ShoalError as error:
-                    values.append(f"run {number} ended: {error}")
+                    result["faults"].append(f"{name} ended: {error}")
+                run = context.work_dir / name
                 faults = _faults(run)
                 correct = {event["place"] for event in faults} & set(plan)
-                named += [float(place in correct) for place in plan]
+                result["named"] += [float(place in correct) for place in plan]
                 alarms += sum(event["place"] not in plan for event in faults)
                 losses = losses_of(_events(run))
-                same.append(statistics.fmean(losses.get(s) == v for s, v in right.items()))
-                first = min(at for _, at in plan.values())
-                unrepaired.append(first / steps)
-                values += [_report(event, plan) for event in faults]
-                restarts += _restart_seconds(run)
+                same = statistics.fmean(losses.get(s) == v for s, v in right.items())
+                result["same"].append(same)
+                result["unrepaired"].append(min(at for _, at in plan.values()) / steps)
+                result["faults"] += [_report(event, plan) for event in faults]
                 for i, event in enumerate(faults):
                     folder = run / "faults" / str(i + 1)
                     if list(folder.glob("*.flight")):
                         guess = longest_waiter(Evidence.load(folder)).faults[0].ranks[0]
-                        blamed.append(float(guess == event["rank"]))
-        return {
-            "details": {
-                "faults": values,
-                "restart_s": statistics.median(restarts) if restarts else 0.0,
-            },
-            "named": named,
-            "alarms": alarms,
-            "blamed": blamed or [0.0],
-            "blamed_alarms": blamed_alarms,
-            "same": same,
-            "unrepaired": unrepaired,
-            "recorder_share": share,
-        }
+                        result["blamed"].append(float(guess == event["rank"]))
+        return {**result, "alarms": alarms, "blamed": result["blamed"] or [0.0]}
 
     def _plan(self, context: ExperimentContext, steps: int) -> TrainPlan:
         return run_plan(
-            context,
-            40,
-            name="megascale",
-            steps=steps,
-            seq_len=64,
-            global_batch=2 * _WORLD,
-            parallel={"dp": _WORLD},
-            checkpoint={"every": 4, "keep": 3},
+            context, 40, name="megascale", steps=steps, seq_len=64, global_batch=2 * _WORLD,
+            parallel={"dp": _WORLD}, checkpoint={"every": 4, "keep": 3},
             watch={"beat_s": 1.5, "check_every": 4},
-        )
+        )  # fmt: skip
 
 
 def _plant(context: ExperimentContext) -> dict[str, Any]:
@@ -269,19 +234,6 @@ def _report(event: Mapping[str, Any], plan: Mapping[int, tuple[str, int]]) -> st
     )
 
 
-def _restart_seconds(run: Path) -> list[float]:
-    """From each fault's finding to the next finished step."""
-    restart_seconds: list[float] = []
-    since: float | None = None
-    for event in _events(run):
-        if event["kind"] == "fault":
-            since = float(event["monotonic_s"])
-        elif event["kind"] == "step" and since is not None:
-            restart_seconds.append(float(event["monotonic_s"]) - since)
-            since = None
-    return restart_seconds
-
-
 def _recorder_share(evidence: Evidence, run: Path) -> float:
     """Seconds that recording takes, over those of a step: the operations of a step, times one."""
     steps = evidence.steps()
@@ -318,58 +270,42 @@ def _operation_s() -> float:
                 comm.all_reduce(bare, tag="probe").wait()
             return (time.perf_counter() - begin) / _CALLS
 
-        seconds = min(once(watched) for _ in range(_REPEATS)) - min(
-            once(bare) for _ in range(_REPEATS)
-        )
+        more, plain = (min(once(comm) for _ in range(_REPEATS)) for comm in (watched, bare))
         recorder.close()
-    return seconds
+    return more - plain
 
 
-def _growth(ranks: int, everyone: bool, details: dict[str, Any]) -> float:
+def _growth(ranks: int, everyone: bool) -> float:
     """Exponent of the arrivals at barriers over the number of ranks."""
-    counts: dict[int, int] = {}
-    numbers = (ranks // 4, ranks // 2, ranks)
-    logs = []
+    numbers, arrivals = (ranks // 4, ranks), []
     for world in numbers:
         groups = groups_of(Parallel(tp=_TP, pp=_PP, dp=world // (_TP * _PP)))
         if everyone:
             # Each group is a barrier of all ranks; counted, not played: the store would see
             # nothing else.
-            arrivals = world * (len(groups) + 1)
-        else:
-            mine: list[list[tuple[int, ...]]] = [[] for _ in range(world)]
-            for group in groups:
-                for rank in group:
-                    mine[rank].append(group)
-            arrivals = bootstrap(world, mine, everyone=False).arrivals
-        counts[world] = arrivals
-        logs.append(math.log(arrivals))
-    details["arrivals_all_groups" if everyone else "arrivals_own_groups"] = counts
-    return (logs[-1] - logs[0]) / math.log(numbers[-1] / numbers[0])
+            arrivals.append(world * (len(groups) + 1))
+            continue
+        mine: list[list[tuple[int, ...]]] = [[] for _ in range(world)]
+        for group in groups:
+            for rank in group:
+                mine[rank].append(group)
+        arrivals.append(bootstrap(world, mine, everyone=False).arrivals)
+    return (math.log(arrivals[1]) - math.log(arrivals[0])) / math.log(numbers[1] / numbers[0])
 
 
 def _ladder(run: ClaimRun) -> float:
     """Tokens a second with every overlap and the larger batch, over those with none."""
     job = TrainJob.model_validate(
         {
-            "model": "GPT-3 175B",
-            "seq_len": 2048,
-            "global_batch": 256,
-            "microbatch": 1,
+            "model": "GPT-3 175B", "seq_len": 2048, "global_batch": 256, "microbatch": 1,
             "parallel": {
-                "dp": 4,
-                "tp": 8,
-                "pp": 8,
-                "vpp": 6,
-                "schedule": "interleaved",
-                "sp": True,
+                "dp": 4, "tp": 8, "pp": 8, "vpp": 6, "schedule": "interleaved", "sp": True,
             },
             "shard": "zero1",
         }
-    )
+    )  # fmt: skip
     machine = load("A100").model_copy(update={"num_nodes": 32})
     rungs = ladder(Work(shape=find(job.model), job=job), machine)
-    run.details["ladder"] = {rung.name: [rung.tokens_per_s, rung.mfu] for rung in rungs}
     return run.pick(rungs[-1].tokens_per_s / rungs[0].tokens_per_s, 1.0)
 
 

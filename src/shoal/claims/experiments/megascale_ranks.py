@@ -18,23 +18,13 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
 
-__all__ = ["overlapped_steps"]
-
 
 def overlapped_steps(
     comm: Comm, *, job: TrainJob, config: ModelConfig, pairs: int, ways: dict[str, bool]
 ) -> dict[str, list[float]]:
     """Seconds of steps whose gradients travel during the backward pass, or after it, in turn.
 
-    Args:
-        comm: two ranks.
-        job: data-parallel, replicated.
-        config: the model.
-        pairs: steps of each way.
-        ways: name -> whether gradients travel during the backward pass.
-
-    Returns:
-        Way -> seconds of its steps; ``alone``, seconds of the passes of ``after``.
+    Way -> whether they do; ``alone`` of the result are seconds of the passes of ``after``.
     """
     keep_freed_memory()
     engine, rows = RankSession(comm, job, config).engine, batch(job, config.vocab_size)

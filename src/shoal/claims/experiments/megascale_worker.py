@@ -10,80 +10,74 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.janitor import leave
 
-__all__ = ["break_here", "main"]
+if TYPE_CHECKING:
+    from shoal.train.batches import BatchSource
+    from shoal.train.loop import RankTrainer
 
 _FOR_EVER_S = 1e6
 
 
 def break_here(kind: str, step: int) -> None:
-    """Break this process from ``step`` on.
+    """Break this process from global ``step`` on.
 
-    Args:
-        kind: stall (the loader gives no more rows), hang (an all-reduce never begins), slow
-            (forward and backward passes take twice as long), corrupt (products are wrong).
-        step: global step.
+    A stall: no more rows; a hang: an all-reduce never begins; slow: passes take twice as long;
+    corrupt: wrong products.
     """
+    import torch
+
     from shoal.parallel.comm.collectives import TorchComm
-    from shoal.train.loop import RankTrainer
+    from shoal.parallel.engine import ParallelEngine
+    from shoal.train import batches, loop
 
-    now = {"step": -1}
-    whole = RankTrainer.step
+    now = -1
 
-    def counted(self: RankTrainer, number: int, **options: Any) -> Any:
-        now["step"] = number
-        return whole(self, number, **options)
+    def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Call ``around(whole, *arguments)`` in the place of a function."""
+        whole = getattr(owner, name)
+        setattr(owner, name, lambda *args, **options: around(whole, *args, **options))
 
-    RankTrainer.step = counted  # type: ignore[method-assign]
-    if kind == "stall":
-        from shoal.train.batches import BatchSource
+    def counted(whole: Any, trainer: RankTrainer, number: int, **options: Any) -> Any:
+        nonlocal now
+        now = number
+        return whole(trainer, number, **options)
 
-        rows = BatchSource.read
+    def stalled(whole: Any, source: BatchSource, number: int) -> Any:
+        if number >= step:
+            time.sleep(_FOR_EVER_S)
+        return whole(source, number)
 
-        def stalled(self: BatchSource, number: int) -> Any:
-            if number >= step:
-                time.sleep(_FOR_EVER_S)
-            return rows(self, number)
+    def hanging(whole: Any, *arguments: Any, **options: Any) -> Any:
+        if now >= step:
+            time.sleep(_FOR_EVER_S)
+        return whole(*arguments, **options)
 
-        BatchSource.read = stalled  # type: ignore[method-assign, assignment]
-    elif kind == "hang":
-        all_reduce = TorchComm.all_reduce
+    def slow(whole: Any, *arguments: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        result = whole(*arguments, **options)
+        if now >= step:
+            time.sleep(time.perf_counter() - begin)
+        return result
 
-        def hanging(self: TorchComm, *arguments: Any, **options: Any) -> Any:
-            if now["step"] >= step:
-                time.sleep(_FOR_EVER_S)
-            return all_reduce(self, *arguments, **options)
+    def wrong(whole: Any, *arguments: Any, **options: Any) -> Any:
+        out = whole(*arguments, **options)
+        if now >= step:
+            out = out.clone()
+            out.view(-1)[0] += 0.5
+        return out
 
-        TorchComm.all_reduce = hanging  # type: ignore[method-assign]
-    elif kind == "slow":
-        from shoal.parallel.engine import ParallelEngine
-
-        backward = ParallelEngine.backward
-
-        def slow(self: ParallelEngine, *arguments: Any, **options: Any) -> Any:
-            begin = time.perf_counter()
-            result = backward(self, *arguments, **options)
-            if now["step"] >= step:
-                time.sleep(time.perf_counter() - begin)
-            return result
-
-        ParallelEngine.backward = slow  # type: ignore[method-assign]
-    elif kind == "corrupt":
-        import torch
-
-        linear = torch.nn.functional.linear
-
-        def wrong(*arguments: Any, **options: Any) -> Any:
-            out = linear(*arguments, **options)
-            if now["step"] >= step:
-                out = out.clone()
-                out.view(-1)[0] += 0.5
-            return out
-
-        torch.nn.functional.linear = wrong
+    wrap(loop.RankTrainer, "step", counted)
+    places = {
+        "stall": (batches.BatchSource, "read", stalled),
+        "hang": (TorchComm, "all_reduce", hanging),
+        "slow": (ParallelEngine, "backward", slow),
+        "corrupt": (torch.nn.functional, "linear", wrong),
+    }
+    wrap(*places[kind])
 
 
 def main() -> int:

@@ -1,20 +1,12 @@
 """[21] OneFlow: placement in one line, and actors instead of a schedule.
 
-Source: Yuan et al., OneFlow: Redesign the Distributed Deep Learning Framework from
-Scratch, 2021.
+Source: Yuan et al., OneFlow: Redesign the Distributed Deep Learning Framework from Scratch, 2021.
 
-What is claimed here. (a) On random graphs of operations the planner's cost is that of
-the best of all choices. (b) Where memory forbids to replicate weights it finds by
-itself what Megatron-LM splits by hand, the first layers by columns and the last by
-rows, and moves fewer bytes than DTensor's propagation, on four real ranks. A user of
-DTensor has to say how weights are sharded; the better way counts, and ``details`` has
-both. It leaves nothing to save for attention: with weights sharded by outputs DTensor
-gathers the heads and the result, which is as much as the one all-reduce of the column-
-row plan. (c) Three actors with two registers each overlap, hold no more than their
-registers, and a slow consumer throttles its producer.
-
-The A/A run puts in their place: operations placed one by one in the cheapest way at
-hand; DTensor itself; one register; threads with queues that have no end.
+(a) On random graphs the planner's cost is the best of all choices. (b) Where memory forbids to
+replicate weights it finds what Megatron-LM splits by hand, and moves fewer bytes than DTensor's
+propagation with the better of both shardings; for attention both move as much. (c) Three actors
+with two registers overlap, hold no more than these, and a slow consumer throttles its producer. The
+A/A run has operations placed one by one, DTensor, one register, and queues without end.
 """
 
 from __future__ import annotations
@@ -27,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Gt
@@ -44,8 +36,6 @@ from shoal.ir.signatures import MeshSignature
 from shoal.parallel.pipeline.actor import ActorGraph
 from shoal.plan.sbp.search import Leaf, MeshRates, OpGraph, OpNode, SbpPlan, SbpProblem, place
 
-__all__ = ["OneFlow", "column_row", "greedy", "random_graph"]
-
 MESHES: tuple[Mesh, ...] = ((2,), (3,), (4,), (2, 2))
 # Memory of a rank over its share of everything, input and result aside: no weight fits twice.
 MEMORY_SHARE = 1.25
@@ -53,7 +43,7 @@ BLOCKS = ("mlp", "attention")
 
 
 @part
-class OneFlow(BaseClaim):
+class OneFlow(BaseClaim, row=21):
     """Planner against every choice, bytes against DTensor, actors against one register.
 
     Args:
@@ -69,8 +59,6 @@ class OneFlow(BaseClaim):
     stage_s: Annotated[float, Gt(0)] = 0.004
     items: Annotated[int, Ge(4)] = 50
     repeats: Annotated[int, Ge(3)] = 11
-
-    rows: ClassVar[tuple[int, ...]] = (21,)
 
     def collect(self, run: ClaimRun) -> None:
         """Place random graphs, blocks on ranks, and run actors; two minutes in full."""
@@ -90,7 +78,6 @@ class OneFlow(BaseClaim):
         held = [_held(regs, endless=run.as_baseline) for regs in (1, 2, 3)]
         run.put("memory_over_registers", (memory for memory, _ in held))
         run.put("lead_over_registers", (lead for _, lead in held))
-        run.details["graphs"] = count
         if run.quick:
             return
         for number, block in enumerate(BLOCKS):
@@ -101,12 +88,7 @@ class OneFlow(BaseClaim):
             # The plan is the same however DTensor's weights are sharded; its better way counts.
             least = min(by_dim.values())
             run.put(f"{block}_bytes", run.pick(moved, least), least)
-            run.details[block] = {
-                "plan_bytes": moved,
-                "dtensor_bytes_by_dimension": by_dim,
-                "dtensor_calls": ranks[0]["calls"],
-                "error": max(rank["error"] for rank in ranks),
-            }
+            run.details[block] = {"dtensor_bytes_by_dimension": by_dim}
         run.progress("throughput", 0.9)
         pairs = [(self._seconds(run.pick(2, 1)), self._seconds(1)) for _ in range(self.repeats)]
         # One stage sleeps all the time: nothing can be faster. And a split by columns and rows

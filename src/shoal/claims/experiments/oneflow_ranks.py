@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shoal.parallel.comm.collectives import TorchComm
     from shoal.plan.sbp.search import SbpPlan
 
-__all__ = ["BLOCKS", "TOKENS", "WIDTH", "Mlp", "ProductAttention", "compare", "traced"]
-
 WIDTH, HEADS, TOKENS = 128, 8, (2, 8)
 
 
@@ -77,7 +75,6 @@ class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.world = world
         self.sent = 0.0
-        self.calls: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -91,22 +88,14 @@ class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             whole = max(tensor.nbytes, out.nbytes if isinstance(out, Tensor) else 0)
             passes = 2 if "all_reduce" in name else 1
             self.sent += passes * whole * (self.world - 1) / self.world
-            self.calls.append(f"{name.split('.')[1]} of {whole} bytes")
         return out
 
 
 def compare(comm: TorchComm, block: str, plan: SbpPlan, seed: int) -> dict[str, Any]:
-    """Run a block both ways on the same numbers.
+    """Run a block by a plan and by DTensor on the same numbers.
 
-    Args:
-        comm: all ranks, one mesh axis.
-        block: of :data:`BLOCKS`.
-        plan: of its graph.
-        seed: of weights and input.
-
-    Returns:
-        Bytes that this rank sent: ``plan``, and ``dtensor`` by the dimension that its weights
-        are sharded on; the largest ``error`` against one process; and what was called.
+    Returns bytes that this rank sent: ``plan``, and ``dtensor`` by the dimension that its weights
+    are sharded on; and the largest ``error`` against one process.
     """
     # Equal on every rank, which each draws for itself.
     torch.manual_seed(seed)
@@ -127,7 +116,6 @@ def compare(comm: TorchComm, block: str, plan: SbpPlan, seed: int) -> dict[str, 
             "plan": wire_bytes(comm.meter.totals(), "boxing") - before,
             "error": _error(result.local, wanted),
             "dtensor": {},
-            "calls": {},
         }
         mesh = init_device_mesh("cpu", (comm.world,))
         for dim in (0, 1):
@@ -139,7 +127,6 @@ def compare(comm: TorchComm, block: str, plan: SbpPlan, seed: int) -> dict[str, 
             with _Bytes(comm.world) as counted:
                 out = module(replicated).redistribute(placements=[Replicate()]).to_local()
             report["dtensor"][str(dim)] = counted.sent
-            report["calls"][str(dim)] = counted.calls
             report["error"] = max(report["error"], _error(out, wanted))
             for child in module.children():
                 weight = child.weight

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge
@@ -24,8 +24,6 @@ from shoal.core.measure import num_cores
 from shoal.core.parts import part
 from shoal.core.random import generator
 
-__all__ = ["ParallelAlgorithms"]
-
 _SHORT = 4096
 _GRACE_S = 3e-6
 # Calls of one sample of a short range.
@@ -33,7 +31,7 @@ _CALLS = 200
 
 
 @part
-class ParallelAlgorithms(BaseClaim):
+class ParallelAlgorithms(BaseClaim, row=10, needs=("c++", "torch"), cores=2):
     """STREAM on arrays beyond the caches.
 
     Args:
@@ -43,10 +41,6 @@ class ParallelAlgorithms(BaseClaim):
 
     elements: Annotated[int, Ge(1)] = 1 << 25
     pairs: Annotated[int, Ge(1)] = 21
-
-    rows: ClassVar[tuple[int, ...]] = (10,)
-    needs: ClassVar[tuple[str, ...]] = ("c++", "torch")
-    cores: ClassVar[int] = 2
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
@@ -62,20 +56,18 @@ class ParallelAlgorithms(BaseClaim):
         held = run.remember("arrays", lambda: stream.arrays(self.elements))
         device = (run.context.machine or here()).device
         bandwidth = device.main_memory.read_bandwidth
-        rates = run.details["bytes_per_s"] = {}
         for index, (name, (_, _, moved)) in enumerate(stream.KERNELS.items()):
             run.progress(f"STREAM {name}", 0.1 + 0.2 * index)
             arms = {"c": stream.native(name, held), "own": stream.own(name, held)}
+            pairs = {name: ("own", "c")}
             if name == "triad":
-                arms |= _peers(held)
-            timed = run.race(arms, self.pairs, swaps={"own": "c"})
-            medians = {who: statistics.median(each) for who, each in timed.items()}
+                peers = _peers(held)
+                arms |= peers
+                pairs |= {f"triad_over_{who}": ("own", who) for who in peers}
+            timed = run.versus(arms, pairs, self.pairs)
             roof = moved * self.elements / bandwidth if bandwidth else 0.0
-            run.put(name, timed["own"], timed["c"], bound=medians["c"] / roof if roof else None)
-            for who in ("numpy", "torch"):
-                if who in timed:
-                    run.put(f"triad_over_{who}", timed[run.pick("own", who)], timed[who])
-            rates[name] = {who: moved * self.elements / s for who, s in medians.items()}
+            if roof:
+                run.bounds[name] = statistics.median(timed["c"]) / roof
         run.progress("a short range", 0.95)
         _short(run, self.pairs)
 
@@ -112,7 +104,7 @@ def _short(run: ClaimRun, pairs: int) -> None:
     timed = run.race(arms, pairs, swaps={})
     each = {who: [s / _CALLS for s in of] for who, of in timed.items()}
     run.put("short_range", each["par"], (s + _GRACE_S for s in each["seq"]))
-    short = run.details["short_s"] = {who: statistics.median(of) for who, of in each.items()}
+    short = {who: statistics.median(of) for who, of in each.items()}
     run.profile = (
         f"a short range: {1e6 * short['par']:.1f} us by par, "
         f"{1e6 * short['seq']:.1f} us by seq, both with checks of the call"

@@ -1,59 +1,48 @@
 """[108] ParScale: parallel streams of the same weights instead of more weights.
 
-- The law fitted to the published losses of 24 models on each of two corpora, beside the paper's.
-- Mini-models of bytes with one, two and four streams, three seeds, by the paper's recipe: one
-  stream for most tokens, then as many as wanted on the same text in the same order, from the same
-  weights; the model of one stream goes on as well. And a wider dense model, trained as long, from
-  which follows the size of the one that has the loss of four streams.
-- What four streams add to the bytes of weights and cache, beside what the dense model of equal
-  loss adds to both; and the time of decoding one token with each. Its width lies between two that
-  can be built, and so does its time. Where no dense model that was trained is as good, the widest
-  one stands for it: what is saved is then saved at least.
-- The same increases at 1.6e9 parameters, by the paper's law and the roofline of an H200.
-- Greedy tokens of the serving engine, beside plain generation.
-
-The A/A run has one stream everywhere.
+The law fitted to published losses, beside the paper's. Mini-models of bytes with one, two and four
+streams, three seeds, by the paper's recipe, and a wider dense model, from which follows the size
+with the loss of four streams (the widest stands for it where none is as good: saved at least).
+Bytes and time of decoding with each; the same at 1.6e9 parameters by the law and an H200's
+roofline; greedy tokens beside plain generation. The A/A run has one stream everywhere.
 
 Source: Chen et al., Parallel Scaling Law for Language Models, 2025.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import time
+from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from annotated_types import Ge, Gt, Lt
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.experiments.parscale_runs import (
-    Stages,
-    TrainingResult,
-    cache_bytes,
-    configuration,
-    count,
-    decoded,
-    wrong_tokens,
-)
+from shoal.claims.experiments.tiny import requests, serve_job, served
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
 from shoal.core.parts import part
+from shoal.core.random import generator
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from shoal.claims.experiments.arch_training import ModuleText
     from shoal.cost.scaling.parscale import EqualLoss, ParallelLaw
-
-__all__ = ["ParScaleClaim"]
+    from shoal.model.config import ModelConfig
+    from shoal.model.transformer import Transformer
 
 _STREAMS = (1, 2, 4)
 _PAPER_K = {"stack": 0.39, "pile": 0.33}
 
 
 @part
-class ParScaleClaim(BaseClaim):
+class ParScaleClaim(BaseClaim, row=108):
     """The law, the losses of one, two and four streams, and what both ways of growing cost.
 
     Args:
@@ -76,8 +65,6 @@ class ParScaleClaim(BaseClaim):
     faster: Annotated[float, Gt(0)] = 5.0
     rounds: Annotated[int, Ge(1)] = 20
 
-    rows: ClassVar[tuple[int, ...]] = (108,)
-
     def __post_init__(self) -> None:
         wider = min(self.wider, default=0) > self.hidden
         expected = f"widths above hidden = {self.hidden}"
@@ -92,10 +79,13 @@ class ParScaleClaim(BaseClaim):
             self._train(run)
 
     def _law(self, run: ClaimRun) -> None:
-        from shoal.cost.scaling.parscale import PUBLISHED
+        from shoal.cost.scaling.parscale import PUBLISHED, equal_loss
+        from shoal.cost.shapes import find
+        from shoal.machine.described import load
 
         laws = _laws(run.context)
         fits, away = [], []
+        rows: list[EqualLoss] = []
         for corpus, points in PUBLISHED.items():
             law = laws[corpus]
             if run.as_baseline:  # streams that are worth nothing
@@ -104,38 +94,22 @@ class ParScaleClaim(BaseClaim):
             said = np.array([law.loss(point.params, point.streams) for point in points])
             fits.append(1 - float(((true - said) ** 2).sum() / ((true - true.mean()) ** 2).sum()))
             away.append(abs(law.k - _PAPER_K[corpus]))
-        rows = [self._at_1b6(law, as_baseline=run.as_baseline) for law in laws.values()]
+            # Four streams of 1.6e9 parameters beside the dense model, one request of 256 tokens.
+            beside: dict[str, Any] = {"params": 1.6e9, "streams": (4,), "context": 256}
+            rows += equal_loss(law, find("Qwen2.5-1.5B"), load("1xH200"), **beside)
         run.put("memory_saved_1b6", (row.memory_saved or 0.0 for row in rows))
         run.put("latency_saved_1b6", (row.latency_saved or 0.0 for row in rows))
         run.put("law_r2", fits)
         run.put("law_k", away)
-        run.details |= {
-            "increases_1b6": [row.model_dump(mode="json") for row in rows],
-            "laws": {corpus: law.model_dump(mode="json") for corpus, law in laws.items()},
-        }
-
-    def _at_1b6(self, law: ParallelLaw, *, as_baseline: bool) -> EqualLoss:
-        """Four streams of 1.6e9 parameters beside the dense model, one request of 256 tokens."""
-        from shoal.cost.scaling.parscale import equal_loss
-        from shoal.cost.shapes import find
-        from shoal.machine.described import load
-
-        if as_baseline:
-            law = law.model_copy(update={"k": 0.0})
-        shape, machine = find("Qwen2.5-1.5B"), load("1xH200")
-        return equal_loss(law, shape, machine, params=1.6e9, streams=(4,), context=256)[0]
 
     def _train(self, run: ClaimRun) -> None:
         """Losses, and what both ways of growing cost."""
         from shoal.claims.experiments.arch_training import text
 
-        stages = Stages(
-            steps=self.steps,
-            late=self.late,
-            prefix=self.prefix,
-            faster=self.faster,
-            data=text(run.context.data),
-        )
+        how: dict[str, Any] = {
+            name: getattr(self, name) for name in ("steps", "late", "prefix", "faster")
+        }
+        stages = Stages(data=text(run.context.data), **how)
 
         def trained(hidden: int, streams: int) -> list[TrainingResult]:
             results = []
@@ -158,39 +132,20 @@ class ParScaleClaim(BaseClaim):
         losses = [fmean(result[1]), *(fmean(dense[width]) for width in self.wider)]
         equal = _equal_size([*sizes.values()], losses, fmean(result[4]))
         grown = configuration(self.hidden, 4, self.prefix)
-        added = 4 * (count(grown) - own)
-        more = added + 3 * cache_bytes(grown)
+        more = 4 * (count(grown) - own) + 3 * cache_bytes(grown)
         # What the paper's streams are worth at this size, by its law of code.
         law = _laws(run.context)["stack"]
         line = {num: law.loss(own, num) for num in _STREAMS}
         run.put("loss_2", result[2], result[1], bound=line[2] / line[1])
         run.put("loss_4", result[4], result[1], bound=line[4] / line[1])
         run.put("loss_4_of_2", result[4], result[2], bound=line[4] / line[2])
-        bound = self._growth(own, law.effective(own, 4)) / more
-        run.put("memory_saved", self._growth(own, equal), more, bound=bound)
+        run.put("memory_saved", self._growth(own, equal), more)
         token_s = self._decode(run, equal / own)
         read = 4 * own + cache_bytes(plain[self.hidden])  # bytes of a decoded token
         run.bounds["latency"] = (read + more) / (read + self._growth(own, equal))
         step_s = {
             **{f"{num} streams": fmean(one.step_s for one in arms[num]) for num in _STREAMS},
             **{f"width {width}": fmean(one.step_s for one in wide[width]) for width in wide},
-        }
-        run.details["training"] = {
-            "steps": self.steps,
-            "late": self.late,
-            "loss": result,
-            "dense_loss": dense,
-            "parameters": sizes,
-            "step_s": step_s,
-            "dense_of_equal_loss": equal,
-            "widest_is_worse": equal == sizes[self.wider[-1]],
-            "width_of_equal_loss": self.hidden * math.sqrt(equal / own),
-            "increase_bytes": {
-                "streams": more,
-                "of_prefixes_and_aggregator": added,
-                "dense": self._growth(own, equal),
-            },
-            "token_s": token_s,
         }
         steps = ", ".join(f"{name} {seconds:.2f}" for name, seconds in step_s.items())
         tokens = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in token_s.items())
@@ -215,7 +170,9 @@ class ParScaleClaim(BaseClaim):
             "above": (below + 32, 1),
             "one": (self.hidden, 1),
         }
-        timed = decoded(run, arms, self.prefix, self.rounds)
+        decoders = {name: _decoder(configuration(*arm, self.prefix)) for name, arm in arms.items()}
+        raced = run.race(decoders, self.rounds, swaps={}, threads=1)
+        timed = {name: [one / _TOKENS for one in each] for name, each in raced.items()}
         between = zip(timed["below"], timed["above"], strict=True)
         run.put(
             "latency", timed["streams"], ((1 - share) * low + share * high for low, high in between)
@@ -235,13 +192,7 @@ def _laws(context: ExperimentContext) -> dict[str, ParallelLaw]:
 def _equal_size(sizes: Sequence[int], losses: Sequence[float], wanted: float) -> float:
     """Parameters of the dense model of a loss, on a line through those that were trained.
 
-    No further than they reach: where the largest is worse than wanted, the one that is as good is
-    larger than it, by an unknown amount.
-
-    Args:
-        sizes: parameters of the trained models, rising.
-        losses: theirs.
-        wanted: the loss.
+    No further than they reach: where the largest is worse, the one that is as good is larger still.
     """
     if wanted >= losses[0]:
         return float(sizes[0])
@@ -249,3 +200,126 @@ def _equal_size(sizes: Sequence[int], losses: Sequence[float], wanted: float) ->
         return float(sizes[-1])
     slope, start = np.polyfit([math.log(size) for size in sizes], losses, 1)
     return min(max(math.exp((wanted - start) / slope), sizes[0]), sizes[-1])
+
+
+_CONTEXT = 128
+_TOKENS = 32
+
+
+class TrainingResult(NamedTuple):
+    """Held-out loss, nats a byte, and seconds of a step of the second stage."""
+
+    loss: float
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """How the models are trained; ``faster``: how many times, prefixes and aggregator."""
+
+    steps: int
+    late: float
+    prefix: int
+    faster: float
+    data: ModuleText
+
+    def trained(
+        self, context: ExperimentContext, hidden: int, streams: int, seed: int
+    ) -> TrainingResult:
+        """A model of so many streams in the second stage; models of one seed share the first."""
+        from shoal.claims.experiments.arch_training import Recipe, heldout, train
+        from shoal.train.zoo import random
+
+        data, last = self.data, max(1, round(self.late * self.steps))
+        first = max(1, self.steps - last)
+
+        def begun() -> Transformer:
+            model = random(configuration(hidden, 1, self.prefix), seed)
+            return train(model, data.train, Recipe(steps=first), seed, rate=lambda done: 1.0)
+
+        def run() -> TrainingResult:
+            base = context.remember(f"first {hidden} {seed}", begun)
+            model, recipe = self._grown(base, streams, seed), Recipe(steps=last)
+            start = time.perf_counter()
+            train(
+                model,
+                data.train,
+                recipe,
+                seed,
+                first=first,
+                rate=lambda done: 1 - done,
+                faster={".prefix": self.faster, "aggregate.": self.faster},
+            )
+            seconds = time.perf_counter() - start
+            return TrainingResult(heldout(model, data.heldout, recipe), seconds / last)
+
+        return context.remember(f"trained {hidden} {streams} {seed}", run)
+
+    def _grown(self, base: Transformer, streams: int, seed: int) -> Transformer:
+        """A copy of a model, with streams; each begins behind a text of its own."""
+        import torch
+
+        from shoal.model.architecture import rebuilt
+
+        base = copy.deepcopy(base)
+        if streams == 1:
+            return base
+        source = generator(seed, purpose="texts of streams")
+        starts = source.integers(0, len(self.data.train) - self.prefix, streams)
+        rows = [self.data.train[at : at + self.prefix] for at in starts]
+        architecture = configuration(base.config.hidden, streams, self.prefix).architecture
+        texts_PM = torch.from_numpy(np.stack(rows).astype(np.int64))
+        return rebuilt(base, architecture, seed, texts_PM=texts_PM)
+
+
+def configuration(hidden: int, streams: int, prefix: int) -> ModelConfig:
+    """Of a model of the claim."""
+    from shoal.claims.experiments.arch_training import mini
+
+    wanted: dict[str, Any] = {"num": streams, "prefix": prefix}
+    # One head of keys and values, as the paper's models have few.
+    return mini(hidden, 4, ffn=16 * hidden // 5, num_kv_heads=1, architecture={"streams": wanted})
+
+
+def count(config: ModelConfig) -> int:
+    """Parameters."""
+    from shoal.cost.arithmetic import parameters
+
+    return parameters(config.shape())
+
+
+def cache_bytes(config: ModelConfig) -> int:
+    """Bytes of the keys and values of one stream's context, in fp32."""
+    return 4 * _CONTEXT * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+
+
+def _decoder(config: ModelConfig) -> Callable[[], object]:
+    """Generates tokens of one sequence with the kernels of serving."""
+    from shoal.model.generate import generate
+    from shoal.serve.engine.build import prepare
+    from shoal.train.zoo import random
+
+    model = prepare(serve_job(), random(config))
+    return lambda: generate(model, [1, 2, 3, 4], _TOKENS)
+
+
+def wrong_tokens(config: ModelConfig, seed: int) -> int:
+    """Tokens of the engine that are not those of plain generation, in eight requests."""
+    from shoal.model.generate import generate
+    from shoal.serve.engine.build import engine_of, prepare
+    from shoal.train.zoo import random
+
+    config = config.model_copy(update={"initializer_range": 0.1})
+    prompts = [
+        generator(seed, purpose="prompt", index=number).integers(0, 256, 7 + 5 * number).tolist()
+        for number in range(8)
+    ]
+    plain = random(config, seed).eval()
+    want = [generate(plain, prompt, 12) for prompt in prompts]
+    job = serve_job(kv_tokens=2048, max_step_tokens=32)
+    engine, _, _ = engine_of(job, prepare(job, random(config, seed)))
+    return sum(
+        one != other
+        for found, tokens in zip(served(engine, requests(prompts, 12)), want, strict=True)
+        for one, other in zip(found, tokens, strict=True)
+    )

@@ -2,21 +2,19 @@
 
 Source: Han et al., Parameter-Efficient Fine-Tuning for Large Models: A Comprehensive Survey, 2024.
 
-A mini-model is trained on documentation and tuned on another domain: wholly, and by the methods of
-the survey with the same batches and as many steps, each at the rate and up to the step that are
-best on a part that is held out for that. Times are those of a step beside Hugging Face's ``peft``
-on one and the same module, and of batches of requests for sixteen adapters, for one, and one after
-the other. In the A/A run all weights are trained, and the library computes the steps.
+A mini-model is tuned on another domain wholly and by the methods of the survey, same batches and
+steps, each at the rate and up to the step that are best on a held-out part. Times are those of a
+step beside Hugging Face's ``peft`` on one module, and of batches of requests for sixteen adapters,
+for one, and one by one. In the A/A run all weights are trained, and the library computes.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, MultipleOf
@@ -24,14 +22,12 @@ from annotated_types import Ge, MultipleOf
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.peft_learning import (
     FULL,
-    PeftSetting,
-    TuningRun,
     make_base,
     mini_model,
     texts,
     tune,
 )
-from shoal.claims.experiments.tiny import requests, served
+from shoal.claims.experiments.tiny import requests, serve_job, served
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import part, table
@@ -42,8 +38,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoal.model.transformer import Transformer
-
-__all__ = ["PeftClaim"]
 
 _EVERY = "*_proj"
 _ADAPTERS = 16
@@ -69,7 +63,7 @@ _AT_A_TIME = 2
 
 
 @part
-class PeftClaim(BaseClaim):
+class PeftClaim(BaseClaim, row=66, needs=("torch", "peft", "transformers")):
     """Methods of fine-tuning on one shifted domain.
 
     Args:
@@ -94,9 +88,6 @@ class PeftClaim(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 31
     rounds: Annotated[int, Ge(1)] = 15
 
-    rows: ClassVar[tuple[int, ...]] = (66,)
-    needs: ClassVar[tuple[str, ...]] = ("torch", "peft", "transformers")
-
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         run.progress("counting", 0.02)
@@ -104,7 +95,7 @@ class PeftClaim(BaseClaim):
         if run.quick:
             return
         if run.as_baseline:
-            run.put("lora_class_gain", 0.0)
+            run.put("lora_class_gain", 0.0)  # a model that is not trained gains nothing
         else:
             with torch_threads(_AT_A_TIME):
                 gains = self._learned(run)
@@ -121,30 +112,19 @@ class PeftClaim(BaseClaim):
 
     # ------------------------------------------------------------------ what is counted
 
-    @property
-    def setting(self) -> PeftSetting:
-        """Sizes of what is trained."""
-        own = {field.name for field in dataclasses.fields(PeftSetting)} - {"every"}
-        return PeftSetting(**{name: getattr(self, name) for name in own})
-
-    def _model(self, seed: int) -> Transformer:
-        return mini_model(self.setting, seed)
-
     def _count(self, run: ClaimRun) -> None:
         """Parameters, bytes and answers."""
         shares, bytes_of = [], []
         for name in _CLASS:
-            model = self._model(run.seed)
+            model = mini_model(self, run.seed)
             whole = sum(p.numel() for p in model.parameters())
             if not run.as_baseline:
                 _method(name).inject(model)
             trained = [p for p in model.parameters() if p.requires_grad]
             shares.append(sum(p.numel() for p in trained) / whole)
             bytes_of.append(_step_bytes(model, trained))
-        model = self._model(run.seed)
-        everything = _step_bytes(model, list(model.parameters()))
-        linears = _linear_bytes(self._model(run.seed))
-        quantised = self._model(run.seed)
+        model, quantised = (mini_model(self, run.seed) for _ in range(2))
+        everything, linears = _step_bytes(model, list(model.parameters())), _linear_bytes(model)
         if not run.as_baseline:
             _method("qlora").inject(quantised)
         kept = {name: self._kept(run.seed, name) for name in ("lora", "lora_fa")}
@@ -153,10 +133,6 @@ class PeftClaim(BaseClaim):
         run.put("qlora_weight_bytes", _linear_bytes(quantised) * run.pick(1.0, 0.5), linears / 2)
         run.put("lora_fa_activations", kept[run.pick("lora_fa", "lora")], kept["lora"])
         run.put("wrong_answers", self._wrong(run.context))
-        run.details |= {
-            "kept_bytes": {name: float(n) for name, n in kept.items()},
-            "all_step_bytes": float(everything),
-        }
 
     def _kept(self, seed: int, name: str) -> int:
         """Bytes that a forward pass keeps for the backward pass, parameters not counted."""
@@ -164,7 +140,7 @@ class PeftClaim(BaseClaim):
 
         from shoal.claims.bench.attention.memory import SavedBytes
 
-        model = self._model(seed)
+        model = mini_model(self, seed)
         table("peft").build({"name": name, "r": 5, "targets": _EVERY}).inject(model)
         x = torch.zeros(2, self.length, dtype=torch.int64)
         with SavedBytes(model.parameters()) as saved:
@@ -195,7 +171,7 @@ class PeftClaim(BaseClaim):
 
         from shoal.train.peft import files
 
-        base = self._model(context.seed).requires_grad_(False).eval()
+        base = mini_model(self, context.seed).requires_grad_(False).eval()
         places, merged = [], []
         for number in range(count):
             place = context.work_dir / f"adapter-{number}-{count}"
@@ -217,54 +193,37 @@ class PeftClaim(BaseClaim):
         """Method -> its drop of the loss as a share of full tuning's."""
         from shoal.core.pool import POOLS
 
-        context = run.context
         run.progress("training on documentation", 0.02)
-        result = texts(context.data)
-        before = make_base(self.setting, result, context.work_dir, context.seed)
+        place, seed = run.work_dir, run.seed
+        before = make_base(self, texts(run.context.data), place, seed)
         with torch_threads(1), POOLS.build({"name": "local", "workers": _AT_A_TIME}).open() as pool:
-            tuned = functools.partial(pool.submit, tune, context.work_dir, self.setting)
+
+            def tuned(name: str, lr: float, seed: int) -> Any:
+                return pool.submit(tune, place, self, name, _METHODS[name][0], lr, seed)
+
             run.progress("rates of learning", 0.3)
             swept = {
-                (name, lr): tuned(TuningRun(method=name, options=options, lr=lr, seed=context.seed))
-                for name, (options, rates) in _METHODS.items()
+                (name, lr): tuned(name, lr, seed)
+                for name, (_, rates) in _METHODS.items()
                 for lr in rates
             }
-            tried = {key: future.result() for key, future in swept.items()}
-            best = {
-                name: min(rates, key=lambda lr, name=name: tried[name, lr].choose)  # type: ignore[misc]
-                for name, (_, rates) in _METHODS.items()
-            }
+            tests, again = {}, {}
+            for name, (_, rates) in _METHODS.items():
+                tried = {lr: swept[name, lr].result() for lr in rates}
+                best = min(rates, key=lambda lr, tried=tried: tried[lr][0])  # type: ignore[misc]
+                tests[name] = [tried[best][1]]
+                if name in (FULL, *_CLASS):
+                    again[name] = [tuned(name, best, seed + n) for n in range(1, self.seeds)]
             run.progress("other seeds", 0.7)
-            again = {
-                (name, seed): tuned(
-                    TuningRun(
-                        method=name, options=_METHODS[name][0], lr=best[name],
-                        seed=context.seed + seed,
-                    )
-                )
-                for name in (FULL, *_CLASS)
-                for seed in range(1, self.seeds)
-            }  # fmt: skip
-            tests = {name: [tried[name, best[name]]] for name in _METHODS}
-            for (name, _), future in again.items():
-                tests[name].append(future.result())
-        drops = {name: [before - one.test for one in some] for name, some in tests.items()}
+            for name, some in again.items():
+                tests[name] += [future.result()[1] for future in some]
+        drops = {name: [before - test for test in some] for name, some in tests.items()}
         gains = {
             name: float(np.mean([d / f for d, f in zip(some, drops[FULL], strict=False)]))
             for name, some in drops.items()
-            if name != FULL
         }
-        run.details |= {
-            "domain": result.domain,
-            "untuned": before,
-            "gains": gains,
-            "drops": drops,
-            "rates": best,
-            "swept": [
-                {"method": name, "lr": lr, **dataclasses.asdict(one)}
-                for (name, lr), one in tried.items()
-            ],
-        }
+        # Of methods that are not judged as well.
+        run.details["gains"] = gains
         return gains
 
     # ------------------------------------------------------------------ what is timed
@@ -345,16 +304,10 @@ def _linear_bytes(model: Transformer) -> int:
 
 
 def _engine(model: Transformer, places: list[Path]) -> Any:
-    from shoal.ir import ServeJob
     from shoal.serve.engine.build import engine_of, prepare
 
-    job = ServeJob(
-        model="tiny",
-        precision="fp32",
-        threads=1,
-        kv_tokens=8192,
-        adapters={str(number): str(place) for number, place in enumerate(places)},
-    )
+    adapters = {str(number): str(place) for number, place in enumerate(places)}
+    job = serve_job(kv_tokens=8192, adapters=adapters)
     return engine_of(job, prepare(job, copy.deepcopy(model)))[0]
 
 
@@ -373,14 +326,9 @@ def _library_step(theirs: bool, seed: int) -> Any:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
+        vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
     torch.manual_seed(seed)
     model: Any = transformers.LlamaForCausalLM(config)
     if theirs:

@@ -1,8 +1,6 @@
 """What claim [66] PEFT trains: a mini-model on documentation, and copies of it on another domain.
 
-Every copy is tuned with the same batches and as many steps, in bf16 where autocast has it. Of what
-is held out of the domain one part chooses the learning rate and the step to stop at, and another
-judges what was chosen.
+One held-out part chooses the learning rate and the step to stop at, another judges.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import json
 import os
 import sysconfig
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,99 +23,20 @@ from shoal.core.random import generator
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from shoal.claims.experiments.peft import PeftClaim
     from shoal.model.transformer import Transformer
-
-__all__ = [
-    "FULL",
-    "PeftSetting",
-    "PeftTexts",
-    "TuningLosses",
-    "TuningRun",
-    "make_base",
-    "mini_model",
-    "texts",
-    "tune",
-]
 
 FULL = "full"
 """Name of tuning that trains all weights."""
 
 _CHOOSE_ROWS, _TEST_ROWS = 64, 256
 _WARM = 20
+# Steps from one look at the part that chooses to the next.
+_EVERY = 40
 _BASE, _DATA = "base.safetensors", "{}.npy"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeftSetting:
-    """Sizes.
-
-    Args:
-        hidden: width of the mini-model.
-        layers: its blocks.
-        pretrain: steps on documentation.
-        steps: of each tuning.
-        batch: sequences of a step.
-        length: bytes of a sequence.
-        every: steps from one look at the part that chooses to the next.
-    """
-
-    hidden: int
-    layers: int
-    pretrain: int
-    steps: int
-    batch: int
-    length: int
-    every: int = 40
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuningRun:
-    """One training of a copy.
-
-    Args:
-        method: its name, or ``full``.
-        options: of the method.
-        lr: peak learning rate.
-        seed: of batches and of what the method draws.
-    """
-
-    method: str
-    options: Mapping[str, Any]
-    lr: float
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuningLosses:
-    """What came of it, losses in nats a byte.
-
-    Args:
-        choose: of the best step, on the part that chooses.
-        test: of that step, on the part that judges.
-        step: it.
-        trained: parameters.
-    """
-
-    choose: float
-    test: float
-    step: int
-    trained: int
-
-
-@dataclass(frozen=True)
-class PeftTexts:
-    """Bytes of each part, uint8.
-
-    Args:
-        domain: what the copies are tuned on, in words.
-        parts: ``prose`` for the base; ``train``, ``choose`` and ``test`` of the domain.
-    """
-
-    domain: str
-    parts: dict[str, np.ndarray]
-
-
-def mini_model(setting: PeftSetting, seed: int) -> Transformer:
+def mini_model(setting: PeftClaim, seed: int) -> Transformer:
     """A model of bytes with fresh weights."""
     from shoal.model.initialise import init_weights
     from shoal.model.transformer import Transformer
@@ -135,8 +53,8 @@ def mini_model(setting: PeftSetting, seed: int) -> Transformer:
 # ---------------------------------------------------------------------- text
 
 
-def texts(folder: Path | None) -> PeftTexts:
-    """Documentation of installed packages, and a domain.
+def texts(folder: Path | None) -> dict[str, np.ndarray]:
+    """Bytes, uint8: documentation of installed packages, ``prose``, and the parts of a domain.
 
     The domain is the worded arithmetic of GSM8K where ``folder`` or ``$SHOAL_DATA`` has it, else
     the Python source of the standard library. Of its documents, every tenth chooses and every
@@ -149,11 +67,9 @@ def texts(folder: Path | None) -> PeftTexts:
     files = [place / "gsm8k" / "train.jsonl" for place in places if place is not None]
     problems = next((file for file in files if file.is_file()), None)
     if problems is not None:
-        domain = "worded arithmetic of GSM8K"
         rows = [json.loads(line) for line in problems.read_text().splitlines()]
         documents = [f"{row['question']}\n{row['answer']}\n".encode() for row in rows]
     else:
-        domain = "Python source of the standard library"
         source = Path(sysconfig.get_paths()["stdlib"])
         modules = [path for path in sorted(source.glob("*.py")) if path.stat().st_size > 4000]
         documents = [path.read_bytes()[:60_000] for path in modules]
@@ -163,11 +79,10 @@ def texts(folder: Path | None) -> PeftTexts:
         "choose": documents[8::10],
         "test": documents[9::10],
     }
-    joined = {name: np.frombuffer(b"\n".join(some), np.uint8) for name, some in assigned.items()}
-    return PeftTexts(domain, joined)
+    return {name: np.frombuffer(b"\n".join(some), np.uint8) for name, some in assigned.items()}
 
 
-def _loss(setting: PeftSetting, model: Transformer, data: np.ndarray, most: int) -> float:
+def _loss(setting: PeftClaim, model: Transformer, data: np.ndarray, most: int) -> float:
     """Mean over pieces that lie evenly in a text, nats a byte."""
     import torch
 
@@ -189,7 +104,7 @@ def _loss(setting: PeftSetting, model: Transformer, data: np.ndarray, most: int)
 
 
 def _train(
-    setting: PeftSetting,
+    setting: PeftClaim,
     model: Transformer,
     trained: list[nn.Parameter],
     data: np.ndarray,
@@ -236,30 +151,35 @@ def _train(
             optimizer.step()
             if handle is not None:
                 handle.after_update(step, steps)
-        if look is not None and ((step + 1) % setting.every == 0 or step + 1 == steps):
+        if look is not None and ((step + 1) % _EVERY == 0 or step + 1 == steps):
             look(step + 1)
 
 
-def make_base(setting: PeftSetting, found: PeftTexts, place: Path, seed: int) -> float:
-    """Train the base, and leave it and the texts in a directory for :func:`tune`.
-
-    Returns:
-        Its loss on the part that judges, nats a byte.
-    """
+def make_base(setting: PeftClaim, parts: Mapping[str, np.ndarray], place: Path, seed: int) -> float:
+    """Train the base and leave it and the texts for :func:`tune`; its loss, nats a byte."""
     from safetensors.torch import save_file
 
     model = mini_model(setting, seed)
-    prose = found.parts["prose"]
-    every = list(model.parameters())
-    _train(setting, model, every, prose, steps=setting.pretrain, lr=3e-3, seed=seed)
+    how: dict[str, Any] = {"steps": setting.pretrain, "lr": 3e-3, "seed": seed}
+    _train(setting, model, list(model.parameters()), parts["prose"], **how)
     save_file({name: value.detach() for name, value in model.named_parameters()}, place / _BASE)
-    for name, text in found.parts.items():
+    for name, text in parts.items():
         np.save(place / _DATA.format(name), text)
-    return _loss(setting, model, found.parts["test"], _TEST_ROWS)
+    return _loss(setting, model, parts["test"], _TEST_ROWS)
 
 
-def tune(place: Path, setting: PeftSetting, tuning: TuningRun) -> TuningLosses:
-    """Tune a copy of the base that lies in a directory, on one thread."""
+def tune(
+    place: Path,
+    setting: PeftClaim,
+    method: str,
+    options: Mapping[str, Any],
+    lr: float,
+    seed: int,
+) -> tuple[float, float]:
+    """Tune a copy of the base that lies in a directory, on one thread.
+
+    Returns the losses of the best step, of the part that chooses and of the one that judges.
+    """
     import torch
     from safetensors.torch import load_file
 
@@ -269,34 +189,18 @@ def tune(place: Path, setting: PeftSetting, tuning: TuningRun) -> TuningLosses:
     model.load_state_dict(load_file(place / _BASE), strict=False)
     handle: Any = None
     trained = list(model.parameters())
-    if tuning.method != FULL:
-        part = table("peft").build({"name": tuning.method, **tuning.options})
-        handle = part.inject(model, seed=tuning.seed)
+    if method != FULL:
+        handle = table("peft").build({"name": method, **options}).inject(model, seed=seed)
         trained = list(handle.trainable().values())
-    best: dict[str, Any] = {"choose": float("inf")}
+    best: tuple[float, Any] = float("inf"), model.state_dict()
 
     def look(step: int) -> None:
+        nonlocal best
         choose = _loss(setting, model, data["choose"], _CHOOSE_ROWS)
-        if choose < best["choose"]:
-            kept = copy.deepcopy(model.state_dict())
-            best.update(choose=choose, step=step, kept=kept)
+        if choose < best[0]:
+            best = choose, copy.deepcopy(model.state_dict())
 
-    _train(
-        setting,
-        model,
-        trained,
-        data["train"],
-        steps=setting.steps,
-        lr=tuning.lr,
-        seed=tuning.seed,
-        handle=handle,
-        look=look,
-    )
-    if "kept" in best:
-        model.load_state_dict(best["kept"])
-    return TuningLosses(
-        choose=best["choose"],
-        test=_loss(setting, model, data["test"], _TEST_ROWS),
-        step=best.get("step", 0),
-        trained=sum(value.numel() for value in trained),
-    )
+    how: dict[str, Any] = {"steps": setting.steps, "lr": lr, "seed": seed}
+    _train(setting, model, trained, data["train"], **how, handle=handle, look=look)
+    model.load_state_dict(best[1])
+    return best[0], _loss(setting, model, data["test"], _TEST_ROWS)

@@ -18,31 +18,18 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.parallel.comm.collectives import TorchComm
 
-__all__ = ["JobSteps", "peak_memory", "peak_of_steps", "profile", "steps_in_turn", "time_steps"]
-
 
 class JobSteps(NamedTuple):
-    """Steps of several jobs, taken in turn.
-
-    Args:
-        seconds: by job, of its steps by round: of the slowest rank, from a common start.
-        events: by job, the passes of its last step, of all ranks.
-    """
+    """Seconds of steps by job and round, of the slowest rank; passes of the last of all ranks."""
 
     seconds: list[tuple[float, ...]]
     events: list[list[Event]]
 
 
 def time_steps(jobs: Sequence[TrainJob], config: ModelConfig, *, pairs: int, seed: int) -> JobSteps:
-    """Time training steps of several jobs in turn, on the same processes, one thread each.
+    """Time steps of several jobs in turn, on the same processes, one thread each.
 
     A step is forward and backward passes, sums of gradients included, the optimizer not.
-
-    Args:
-        jobs: of one number of ranks.
-        config: the model.
-        pairs: steps of each job, in an order that changes from round to round.
-        seed: of the order.
     """
     ranks = on_ranks(
         f"{__name__}:steps_in_turn",
@@ -66,13 +53,7 @@ def time_steps(jobs: Sequence[TrainJob], config: ModelConfig, *, pairs: int, see
 
 
 def peak_memory(job: TrainJob, config: ModelConfig, *, steps: int = 3) -> list[int]:
-    """Most bytes that the process of each rank ever had in memory, training with this job alone.
-
-    Args:
-        job: whose optimizer makes the steps.
-        config: the model.
-        steps: how many.
-    """
+    """Most bytes that the process of each rank ever had, training with this job alone."""
     target, world = f"{__name__}:peak_of_steps", job.parallel.world
     return on_ranks(target, world, timeout_s=300.0, job=job, config=config, steps=steps)
 

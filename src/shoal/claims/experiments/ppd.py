@@ -3,43 +3,32 @@
 Source: Chen et al., Hardware-Aware Parallel Prompt Decoding for Memory-Efficient Acceleration of
 LLM Inference, 2024.
 
-One target of 27 million parameters, or the user's, decodes held-out prompts plainly and with
-prompt tokens, prompt by prompt in turn; a sample is the time of a whole round of them. The baseline
-of bytes are Medusa's four heads for the same target. The rows that the measured step costs choose
-are held against a sweep over all sizes. The A/A run decodes plainly in both arms, and stores
-Medusa's heads.
+One target decodes held-out prompts plainly and with prompt tokens, prompt by prompt in turn; a
+sample is a whole round. The baseline of bytes are Medusa's four heads. Rows chosen by measured step
+costs are held against a sweep. The A/A run decodes plainly, and stores Medusa's heads.
 """
 
 from __future__ import annotations
 
 import statistics
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.experiments.decoding import (
-    agreement,
-    drafter_of,
-    prompts_of,
-    seconds_per_token,
-    summarize,
-    target_of,
-)
+from shoal.claims.experiments.decoding import drafter_of, prompts_of, seconds_per_token, target_of
 from shoal.claims.frame import ClaimRun
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost import shapes
 from shoal.cost.arithmetic import parameters
 
-__all__ = ["PpdClaim"]
-
 _HEADS = 4
 
 
 @part
-class PpdClaim(BaseClaim):
+class PpdClaim(BaseClaim, row=129, needs=("torch",)):
     """Greedy decoding at batch 1, with and without prompt tokens.
 
     Args:
@@ -66,9 +55,6 @@ class PpdClaim(BaseClaim):
     exact_texts: Annotated[int, Ge(1)] = 4
     threads: int = 0
 
-    rows: ClassVar[tuple[int, ...]] = (129,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
-
     def __post_init__(self) -> None:
         fewest = self.prompts * self.ensemble + 1
         good = bool(self.sizes) and fewest <= min(self.sizes) and max(self.sizes) <= 64
@@ -92,7 +78,7 @@ class PpdClaim(BaseClaim):
 
         context = run.context
         target = target_of(context)
-        path, trained_s = drafter_of(
+        path = drafter_of(
             context, "ppd", tokens=self.train_tokens, prompts=self.prompts, ensemble=self.ensemble
         )
         prompts = prompts_of(context, self.texts, 64, 0)
@@ -108,12 +94,6 @@ class PpdClaim(BaseClaim):
         measured = statistics.median(
             plain / ours for ours, plain in zip(timed.method, timed.baseline, strict=True)
         )
-        run.details |= {
-            "trained_s": trained_s,
-            "ppd": summarize([result["ppd"][0][place] for place in places]),
-            "bf16_agreement": agreement(result["ppd"][0], result[PLAIN][0]),
-            "loops": len(prompts) - len(places),
-        }
         if run.as_baseline:
             run.put("predicted_speedup", 1.0, measured)
             run.put("rate_of_best", 1.0, 1.0)
@@ -137,14 +117,6 @@ class PpdClaim(BaseClaim):
         seconds = {rows: swept[str(rows)] for rows in sizes}
         fastest = min(seconds, key=lambda rows: statistics.median(seconds[rows]))
         run.put("rate_of_best", *((1 / s for s in seconds[n]) for n in (best + 1, fastest)))
-        run.details |= {
-            "chosen_rows": best + 1,
-            "fastest_rows": fastest,
-            "sweep_s": {rows: statistics.median(of) for rows, of in seconds.items()},
-            "expected_tokens": paying.expected,
-            "step_s": {rows: paying.cost.seconds(rows) for rows in seconds},
-            "guesses_s": paying.cost.drafting_s(1, best),
-        }
         run.profile = f"plain step {1e3 * paying.cost.seconds(1):.2f} ms; " + ", ".join(
             f"{rows} rows {1e3 * paying.cost.seconds(rows):.2f} ms" for rows in seconds
         )

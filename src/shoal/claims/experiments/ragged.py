@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shoal.claims.frame import ClaimRun
     from shoal.ir import ModelShape
 
-__all__ = ["cost_of", "gradient_s", "lengths", "race_ranks", "wide"]
-
 _RANKS = "shoal.claims.experiments.ragged_ranks"
 
 
@@ -71,16 +69,7 @@ def race_ranks(
 ) -> None:
     """Steps of two real processes, in turn: ours, packed rows, and sequences one by one.
 
-    The metric ``real_ranks`` compares ours with the faster of both baselines. The A/A run has each
-    baseline a second time in the place of ours.
-
-    Args:
-        run: takes the samples.
-        chosen: lengths of documents, which are scaled.
-        longest: tokens of the longest one.
-        turns: of each.
-        exchange: how both baselines share a sequence.
-        ours: the assigner that is judged.
+    ``real_ranks`` compares ours with the faster baseline; the A/A run has each a second time.
     """
     scaled = np.maximum(1, np.rint(chosen * (longest / chosen.max()))).astype(np.int64)
     packed = {"name": "packed", "capacity_tokens": longest // 2, "cp": 2, "exchange": exchange}
@@ -95,5 +84,4 @@ def race_ranks(
     middle = {name: statistics.median(seconds) for name, seconds in timed.items()}
     faster = min(baselines, key=lambda name: middle[name])
     run.put("real_ranks", timed[run.pick(ours["name"], f"{faster} again")], timed[faster])
-    run.details["real_s"] = timed
     run.profile = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in middle.items())

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
 
-__all__ = ["config", "errors", "time_plans"]
-
 
 def config(longest: int) -> ModelConfig:
     """A byte model of four layers."""
@@ -54,18 +52,9 @@ def time_plans(
     turns: int,
     flops_per_s: float,
 ) -> dict[str, list[float]]:
-    """Time steps of one batch by several plans in turn, on this rank.
+    """Seconds of a step of one batch, without the update, by several plans in turn.
 
-    Args:
-        comm: all ranks.
-        lengths: of the sequences.
-        assigners: name -> choice of a part; ``alone`` in the place of a name of a part gives every
-            sequence to all ranks by itself, in the exchange that it names.
-        turns: how often each is timed.
-        flops_per_s: of a rank, by which sequences are distributed.
-
-    Returns:
-        Seconds of a step by name; the update is not in them.
+    ``alone`` for an assigner's name gives every sequence to all ranks by itself, in its exchange.
     """
     keep_freed_memory()
     longest = max(lengths)

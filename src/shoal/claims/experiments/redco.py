@@ -3,11 +3,9 @@
 Source: Tan et al., Redco: A Lightweight Tool to Automate Distributed Training of LLMs on Any
 GPU/TPUs, 2023.
 
-Really run, smaller: eight families of transformers from their configurations, with random
-weights, on two ranks that are threads. Logits and all gradients equal those of one process;
-bytes of parameters that are split, and all-reduces of a block, are counted; where transformers
-has a plan of its own, it is the same. The examples of the three-function trainer are counted in
-lines. The A/A run puts a plan that splits nothing in the place of the rules.
+Eight families of transformers with random weights on two ranks that are threads: logits and
+gradients beside one process, bytes that are split, all-reduces of a block, and transformers' own
+plan where it has one. The A/A run puts a plan that splits nothing in the place of the rules.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
@@ -25,14 +23,12 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
 
-__all__ = ["RedcoClaim", "agreement", "run_family"]
-
 _EXAMPLES = ("digits.py", "language_model.py", "maml.py")
 _QUICK = ("gpt2", "llama", "t5")
 
 
 @part
-class RedcoClaim(BaseClaim):
+class RedcoClaim(BaseClaim, row=29, needs=("transformers",)):
     """Eight families at two ranks, against one process and against transformers' own plans.
 
     Args:
@@ -40,9 +36,6 @@ class RedcoClaim(BaseClaim):
     """
 
     tp: int = 2
-
-    rows: ClassVar[tuple[int, ...]] = (29,)
-    needs: ClassVar[tuple[str, ...]] = ("transformers",)
 
     def collect(self, run: ClaimRun) -> None:
         """Trace, plan and run every family; the quick run takes three of them."""

@@ -1,24 +1,13 @@
 """[120] Sequence parallelism: how much more fits if ranks share the tokens, not the matrices?
 
-One layer of BERT (768 wide, 12 heads made 16 so that eight ranks can share them, sequences of
-512, fp32, no dropout) runs on threads in place of ranks. Counted is what each rank really keeps:
-every storage that autograd is given in the forward pass, once, and weights, gradients and the
-moments of AdamW. The budget of a rank is the paper's device, 16 GiB, over the 12 layers.
-
-Runs that fill the budget are a quarter as wide and long, with 16 projected rows instead of 64 and
-a sixteenth of the budget, which keeps every ratio: weights, activations and rows of scores all
-shrink to a sixteenth, so the largest batch is the same and the largest length is a quarter. They
-are of one sequence where the length is asked for, and of 8 ranks.
-
-With 64 ranks nothing is run: what was counted on 2, 4 and 8 is fitted by a / N + b. Sixteen heads
-cannot be shared by 64 ranks of tensor parallelism; the fit does as if, in its favour.
-
-Dense attention keeps whole rows of scores here, as in the paper, with tensor parallelism too.
-Ring attention, which came later, keeps none: its largest length stands in the details and is
-nearly that of projected attention, without changing the mathematics.
-
-The A/A run puts tensor parallelism in the place of sequence parallelism, and dense attention in
-that of projected.
+One layer of BERT (768 wide, 12 heads made 16 for eight ranks, sequences of 512, fp32, no dropout)
+on threads. Counted is every storage that autograd is given, once, and weights, gradients and
+AdamW's moments; a rank has the paper's 16 GiB over 12 layers. Runs that fill the budget are a
+quarter as wide and long, with 16 projected rows for 64 and a sixteenth of the budget, which keeps
+every ratio. With 64 ranks nothing is run: counts of 2, 4 and 8 are fitted by a / N + b, in favour
+of tensor parallelism, whose 16 heads 64 ranks cannot share. Dense attention keeps whole rows of
+scores, as in the paper; ring attention, which keeps none, is in the details. The A/A run has tensor
+parallelism, and dense attention.
 
 Source: Li et al., Sequence Parallelism: Long Sequence Training from System Perspective, 2021.
 """
@@ -28,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from annotated_types import Ge, Le
@@ -42,8 +31,6 @@ from shoal.cost.context.ways import Split, layer_memory
 if TYPE_CHECKING:
     from shoal.claims.experiments.sequence_parallel_ranks import Kind, RankBytes, Shape
 
-__all__ = ["SequenceParallel", "largest"]
-
 _TENSOR: Kind = "tensor"
 _KINDS: tuple[Kind, ...] = ("sequence", _TENSOR)
 _ITEMSIZE = 4
@@ -56,7 +43,7 @@ _QUARTER = 4
 
 
 @part
-class SequenceParallel(BaseClaim):
+class SequenceParallel(BaseClaim, row=120):
     """Bytes kept by 2, 4 and 8 ranks, and what fits into a budget.
 
     Args:
@@ -65,8 +52,6 @@ class SequenceParallel(BaseClaim):
     """
 
     device_gib: Annotated[float, Ge(2), Le(32)] = 16.0
-
-    rows: ClassVar[tuple[int, ...]] = (120,)
 
     def collect(self, run: ClaimRun) -> None:
         """Count; the full run counts at full width and also fills the budget, for a minute.
@@ -86,8 +71,7 @@ class SequenceParallel(BaseClaim):
             for kind in _KINDS
             for world in _WORLDS
         }
-        rules, outcome = _rules(context, shared)
-        run.put("memory_rules", rules)
+        run.put("memory_rules", _rules(context, shared))
         fits = {kind: [_line(counted[kind, world]) for world in _WORLDS] for kind in _KINDS}
         budget = self.device_gib * 2**30 / _LAYERS
         batches, lengths = (
@@ -102,31 +86,14 @@ class SequenceParallel(BaseClaim):
         run.put("batch_ratio_64", far[shared], far[_TENSOR])
         ours, dense = longest(sparse), longest("sequence")
         run.put("length_ratio", ours, dense)
-        errors, table = _errors(shape, counted, shared)
-        run.put("model_error", errors)
-        run.details |= {
-            "counted": table,
-            "rules": outcome,
-            # The paper's table has the projected scores, which this kernel does not keep.
-            "projected_model_error": _projected_error(context, shape),
-            "tensor_batch_16": _far_batch(fits[_TENSOR], budget / scale**2, _HEADS),
-            # Of the layer in full width, as projected attention with the same budget.
-            "longest": {
-                "projected or its baseline": _QUARTER * ours,
-                "dense": _QUARTER * dense,
-                "ring": _QUARTER * ring,
-            },
-        }
+        run.put("model_error", _errors(shape, counted, shared))
+        # Of the layer in full width, as projected attention with the same budget.
+        longest_of = {"projected or its baseline": ours, "dense": dense, "ring": ring}
+        run.details["longest"] = {name: _QUARTER * n for name, n in longest_of.items()}
 
 
 def largest(fits: Callable[[int], bool], guess: int, step: int = 1) -> int:
-    """The largest multiple of ``step`` that fits, tried from ``guess`` on; 0 if none does.
-
-    Args:
-        fits: whether it does; true below some number and false above.
-        guess: where to begin.
-        step: unit.
-    """
+    """Largest multiple of ``step`` that fits, tried from ``guess`` on; 0 if none does."""
     at = max(0, guess // step) * step
     if at and not fits(at):
         while at and not fits(at):
@@ -158,29 +125,20 @@ def _counted(
 
 def _errors(
     shape: Shape, counted: dict[tuple[Kind, int], list[RankBytes]], shared: Kind
-) -> tuple[list[float], list[Any]]:
-    """|counted / modelled - 1| of states and activations, and all numbers as rows."""
+) -> list[float]:
+    """|counted / modelled - 1| of states and activations."""
     errors: list[float] = []
-    rows: list[Any] = []
     for kind, world in counted:
         # The kind that takes the place of ``sequence`` in the A/A run.
         result = counted[shared if kind == "sequence" else kind, world][0]
         split: Split = "tensor" if kind == "tensor" else "sequence"
         model = layer_memory(split, world=world, **_sizes(shape))
-        for what, got, wanted in (
-            ("states", result.states, model.states),
-            ("activations", result.activations, model.activations),
+        for got, wanted in (
+            (result.states, model.states),
+            (result.activations, model.activations),
         ):
             errors.append(abs(sum(got.values()) / (_ITEMSIZE * wanted) - 1))
-            rows.append([kind, world, what, sum(got.values()), _ITEMSIZE * wanted])
-    return errors, rows
-
-
-def _projected_error(context: ExperimentContext, shape: Shape) -> float:
-    """Counted activations of projected attention on 8 ranks over modelled ones, less 1."""
-    result = _counted(context, shape, "projected", _MOST)
-    model = layer_memory("sequence", world=_MOST, projected=shape.rows, **_sizes(shape))
-    return sum(result.activations.values()) / (_ITEMSIZE * model.activations) - 1
+    return errors
 
 
 def _sizes(shape: Shape) -> dict[str, int]:
@@ -193,13 +151,12 @@ def _sizes(shape: Shape) -> dict[str, int]:
     }
 
 
-def _rules(context: ExperimentContext, shared: Kind) -> tuple[list[bool], list[Any]]:
+def _rules(context: ExperimentContext, shared: Kind) -> list[bool]:
     """Whether counted bytes obey the paper's rules, 20 % below and above where they turn."""
     from shoal.claims.experiments.sequence_parallel_ranks import Shape
 
     hidden, length = 48, 16
     values: list[bool] = []
-    rows: list[Any] = []
     turns = {"mlp": 32 * hidden, "attention": 16 * hidden}
     for world, (name, turn), share in itertools.product(_WORLDS, turns.items(), (0.8, 1.2)):
         shape = Shape(hidden, _HEADS, length, round(share * turn / length))
@@ -208,8 +165,7 @@ def _rules(context: ExperimentContext, shared: Kind) -> tuple[list[bool], list[A
             one = _counted(context, shape, kind, world)
             kept.append(one.states[name] + one.activations[name])
         values.append((kept[0] < kept[1]) == (shape.batch * length > turn))
-        rows.append([name, world, shape.batch * length, turn, *kept])
-    return values, rows
+    return values
 
 
 def _line(counts: Sequence[RankBytes]) -> tuple[float, float]:

@@ -21,22 +21,12 @@ from shoal.parallel.tensor.linear import ColumnLinear, RowLinear, WholeLinear
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PARTS", "BertLayer", "Kind", "RankBytes", "Shape", "count"]
-
 Kind = Literal["sequence", "tensor", "projected", "ring"]
 PARTS = ("attention", "mlp", "norms")
 
 
 class Shape(NamedTuple):
-    """A layer and what goes through it.
-
-    Args:
-        hidden: H, a multiple of the heads.
-        heads: A.
-        length: tokens of a sequence.
-        batch: sequences.
-        rows: of the projections of keys and values, with ``projected``.
-    """
+    """A layer and what goes through it; ``rows``: of projected keys and values."""
 
     hidden: int
     heads: int
@@ -46,12 +36,7 @@ class Shape(NamedTuple):
 
 
 class RankBytes(NamedTuple):
-    """Bytes of the rank that has most.
-
-    Args:
-        states: weights, gradients and both moments of AdamW, by part of the layer.
-        activations: what the forward pass saved for the backward pass, by part.
-    """
+    """Bytes of the rank that has most, by part of the layer."""
 
     states: dict[str, float]
     activations: dict[str, float]
@@ -65,12 +50,8 @@ class RankBytes(NamedTuple):
 class BertLayer(nn.Module):
     """Attention, MLP with GELU, and a norm after each residual sum: BERT without dropout.
 
-    Args:
-        shape: of the layer.
-        kind: ``tensor`` divides heads and the MLP's width; ``sequence`` the tokens, with RSA;
-            ``projected`` the tokens, with keys and values projected to a few rows; ``ring`` the
-            tokens, without any rows of scores.
-        comm: the ranks that share it.
+    Kind ``tensor`` divides heads and the MLP's width; ``sequence`` the tokens, with RSA;
+    ``projected`` also projects keys and values to a few rows; ``ring`` keeps no rows of scores.
     """
 
     def __init__(self, shape: Shape, kind: Kind, comm: ThreadComm) -> None:
@@ -141,15 +122,7 @@ class BertLayer(nn.Module):
 
 
 def count(shape: Shape, kind: Kind, world: int, *, train: bool = True) -> RankBytes:
-    """Run the layer on threads in place of ranks, and count.
-
-    Args:
-        shape: of the layer and its input.
-        kind: who divides what.
-        world: ranks.
-        train: also go backward and make a step of AdamW, whose state is then counted; without,
-            states are empty.
-    """
+    """Run the layer on threads and count; with ``train`` the state after a step of AdamW, too."""
 
     def rank(comm: ThreadComm) -> RankBytes:
         layer = BertLayer(shape, kind, comm)

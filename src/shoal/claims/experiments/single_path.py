@@ -3,17 +3,16 @@
 Source: Addanki et al., Challenging the Need for Packet Spraying in Large-Scale Distributed
 Training, 2024.
 
-Simulated: random permutations of the hosts of thirty fabrics, 16 leaves each. The busiest link
-under minimal splitting carries what it carries under ideal spraying, and what the linear
-programme says is least; hashing takes longer; flows that begin 10 % apart cost little. The A/A
-run puts hashing in the place of splitting.
+Simulated random permutations of the hosts of thirty fabrics of 16 leaves: minimal splitting beside
+ideal spraying and the linear programme; hashing; flows that begin 10 % apart. The A/A run puts
+hashing in the place of splitting.
 """
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Le
@@ -30,8 +29,6 @@ from shoal.plan.paths import PATH_PLANNERS
 from shoal.plan.paths.lp import least_worst
 from shoal.plan.paths.protocols import PathPlanner
 
-__all__ = ["FABRICS", "SinglePath"]
-
 FABRICS = tuple((h, n) for h in (4, 6, 8, 12, 16, 32) for n in (3, 4, 6, 8, 16))
 """Hosts of a leaf, and spines."""
 
@@ -43,7 +40,7 @@ _SWEEP = (0.0, 0.1, 0.25, 0.5, 1.0)
 
 
 @part
-class SinglePath(BaseClaim):
+class SinglePath(BaseClaim, row=53):
     """Random permutations over thirty leaf-spine fabrics, simulated at the level of flows.
 
     Args:
@@ -51,8 +48,6 @@ class SinglePath(BaseClaim):
     """
 
     permutations: Annotated[int, Ge(len(FABRICS)), Le(100_000)] = 1000
-
-    rows: ClassVar[tuple[int, ...]] = (53,)
 
     def collect(self, run: ClaimRun) -> None:
         """Plan and simulate; every permutation is a phase, so that a fabric's go together."""

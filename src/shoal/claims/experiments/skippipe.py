@@ -1,24 +1,20 @@
 """[93] SkipPipe: do routes that skip stages pay on slow networks, and do models bear it?
 
-Source: Blagoev et al., SkipPipe: Partial and Reordered Pipelining Framework for Training LLMs
-in Heterogeneous Networks, 2025.
+Source: Blagoev et al., SkipPipe: Partial and Reordered Pipelining Framework for Training LLMs in
+Heterogeneous Networks, 2025.
 
-What is claimed here: on 20 nodes in the regions of a public table of delays and bandwidths, 6
-stages of which each micro-batch visits 4, the simulated step is faster than that of the whole
-pipeline, whose nodes are arranged and whose routes are planned by the same solver, and faster
-than paths drawn at random; ranks that skip compute what one process with masked layers does;
-a model of 6 stages trained on these routes loses little, and far less than a wholly trained
-one when its two middle stages vanish. The A/A run lets every micro-batch visit all stages.
-
-The simulated step ends with the last backward pass; the averaging of gradients inside the
-stages, which follows it, is in the details.
+On 20 nodes in the regions of a public table, 6 stages of which each micro-batch visits 4: the
+simulated step beside the whole pipeline, arranged and planned by the same solver, and beside random
+paths; ranks that skip beside one process with masked layers; the loss of a model trained on these
+routes, whole and without its two middle stages. The averaging of gradients, which follows the step,
+is in the details. The A/A run lets every micro-batch visit all stages.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from annotated_types import Ge, Gt, Lt, MultipleOf
@@ -36,8 +32,6 @@ from shoal.plan.routes.plan import RoutePlan, RouteTask, plan
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
-
-__all__ = ["SkipPipeClaim", "model_config", "networks", "task", "train_routes"]
 
 NODES, STAGES, KEEP, MICROBATCHES = 20, 6, 4, 20
 # Eight regions as in the publication of the table, and all ten.
@@ -59,10 +53,9 @@ def networks() -> tuple[WanNetwork, ...]:
 
 
 def task(keep: int) -> RouteTask:
-    """A model of 1.5 billion parameters in 24 layers of width 2048 on nodes of 20 TFLOP/s.
+    """1.5 billion parameters in 24 layers of width 2048 on nodes of 20 TFLOP/s.
 
-    Micro-batches are of 4096 tokens: 2 FLOP a token and parameter, 4 layers a stage, and
-    boundaries of 2 byte a number.
+    Micro-batches of 4096 tokens: 2 FLOP a token and parameter, boundaries of 2 byte a number.
     """
     return RouteTask(
         stages=STAGES,
@@ -78,7 +71,7 @@ def task(keep: int) -> RouteTask:
 
 
 @part
-class SkipPipeClaim(BaseClaim):
+class SkipPipeClaim(BaseClaim, row=93):
     """Simulated networks, and a small model trained on the routes.
 
     Args:
@@ -93,8 +86,6 @@ class SkipPipeClaim(BaseClaim):
     lr: Annotated[float, Gt(0), Lt(1)] = 6e-3
     corpus: str = "stdlib"
 
-    rows: ClassVar[tuple[int, ...]] = (93,)
-
     def collect(self, run: ClaimRun) -> None:
         """Plan and simulate, compare gradients, and train; see the module's description."""
         planned = run.remember("planned", lambda: _planned(run.context))
@@ -105,15 +96,10 @@ class SkipPipeClaim(BaseClaim):
         run.put("full_over_skippipe", times, (found.timeline.makespan for found in full))
         run.put("random_over_skippipe", run.pick(np.repeat(times, DRAWS).tolist(), drawn), drawn)
         run.put("gradient_error", _gradient_error(plain=run.as_baseline))
-        run.details |= {
-            "networks": [found.network.name for found in chosen],
-            "step_s": times,
-            "sync_s": [found.sync_s for found in chosen],
-            "with_sync": [
-                (a.timeline.makespan + a.sync_s) / (b.timeline.makespan + b.sync_s)
-                for a, b in zip(full, chosen, strict=True)
-            ],
-        }
+        run.details["with_sync"] = [
+            (a.timeline.makespan + a.sync_s) / (b.timeline.makespan + b.sync_s)
+            for a, b in zip(full, chosen, strict=True)
+        ]
         if run.quick:
             return
         whole = run.remember("whole", lambda: self._trained(run.context, full[0], 0.1))
@@ -123,7 +109,6 @@ class SkipPipeClaim(BaseClaim):
         run.put("loss_difference", kept["whole"], whole["whole"])
         inflation = (math.exp(one["left"] - one["whole"]) for one in (kept, whole))
         run.put("inflation_ratio", *inflation)
-        run.details |= {"trained_fully": whole, "trained_skipping": kept}
 
     def _trained(
         self, context: ExperimentContext, planned: RoutePlan, done: float
@@ -140,15 +125,10 @@ class SkipPipeClaim(BaseClaim):
         # The order of sums, and so the losses, would follow the number of threads.
         with torch_threads(1):
             return train_routes(
-                planned,
-                texts.train,
-                texts.heldout,
-                width=self.width,
-                steps=self.steps,
-                lr=self.lr,
-                seed=context.seed,
+                planned, texts.train, texts.heldout, width=self.width, steps=self.steps,
+                lr=self.lr, seed=context.seed,
                 progress=lambda share: context.progress("training", done + share * 0.4),
-            )
+            )  # fmt: skip
 
 
 def _planned(context: ExperimentContext) -> dict[int, list[RoutePlan]]:
@@ -207,19 +187,7 @@ def train_routes(
 ) -> dict[str, float]:
     """Train a character model whose micro-batches take planned routes, one sequence each.
 
-    Args:
-        planned: the routes.
-        train: characters to train on, as numbers.
-        heldout: characters to judge on.
-        width: of the model.
-        steps: optimizer steps.
-        lr: peak learning rate.
-        seed: of weights and batches.
-        progress: called with the share that is done.
-
-    Returns:
-        Held-out loss in nats a character: ``whole``, of all layers, and ``left``, without the
-        two middle stages.
+    Returns the held-out loss, nats a character: ``whole``, and ``left``, without the middle stages.
     """
     import torch
 

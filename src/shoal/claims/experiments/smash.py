@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Le
@@ -25,16 +25,15 @@ from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.rmat import grid, rmat
 from shoal.claims.protocols import ExperimentContext
+from shoal.core.errors import install
 from shoal.core.parts import part
 from shoal.core.random import generator
-
-__all__ = ["Smash"]
 
 _NEIGHBOURS = 16
 
 
 @part
-class Smash(BaseClaim):
+class Smash(BaseClaim, row=124, needs=("c++", "torch")):
     """Products of sparse matrices with themselves.
 
     Args:
@@ -52,9 +51,6 @@ class Smash(BaseClaim):
     points: Annotated[int, Ge(1)] = 20_000
     grid_edge: Annotated[int, Ge(1)] = 512
     pairs: Annotated[int, Ge(1)] = 31
-
-    rows: ClassVar[tuple[int, ...]] = (124,)
-    needs: ClassVar[tuple[str, ...]] = ("c++", "torch")
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
@@ -97,7 +93,7 @@ class Smash(BaseClaim):
         mesh = run.remember("grid", lambda: grid(self.grid_edge))
         times["grid"] = self._race(run, mesh, {"method": method, "scipy": None})
         if importlib.util.find_spec("sklearn") is None:
-            run.skip("no scikit-learn; install shoal-ml[bench]", "over_scipy_neighbours")
+            run.skip(f"no scikit-learn; {install('fields')}", "over_scipy_neighbours")
         else:
             run.progress("nearest neighbours", 0.9)
             near = run.remember("neighbours", lambda: _neighbours(self.points, run.seed))
@@ -123,12 +119,6 @@ class Smash(BaseClaim):
             if metric not in run.skipped:
                 bound = medians[name][baseline] / roofs[roof] if roof else None
                 run.put(metric, times[name][ours], times[name][baseline], bound=bound)
-        run.details |= {
-            "seconds": medians,
-            "roof_s": roofs,
-            "faster": fast,
-            "counters": _counters(graph, method),
-        }
         run.profile = "; ".join(
             f"{name}: " + ", ".join(f"{way} {1e3 * s:.1f} ms" for way, s in of.items())
             for name, of in medians.items()

@@ -3,20 +3,17 @@
 Source: Wu et al., SSDTrain: An Activation Offloading Framework to SSDs for Faster Large Language
 Model Training, 2024.
 
-A decoder of 6 blocks and 256 channels trains on enough sequences that what is saved takes more than
-200 MiB. Three ways take turns: it is kept, every block is computed again, or it goes to this
-machine's disk past the cache of pages and comes back. An arena counts every tensor that a step
-makes; weights and gradients are made before. One thread computes, the other core moves. The A/A
-run keeps.
+A decoder of 6 blocks and 256 channels whose saved tensors take more than 200 MiB. Three ways take
+turns: kept, computed again, or sent to this machine's disk past the cache of pages. An arena counts
+every tensor of a step. One thread computes, the other core moves. The A/A run keeps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, MultipleOf
 
@@ -30,13 +27,11 @@ from shoal.kernel.threads import torch_threads
 if TYPE_CHECKING:
     from shoal.claims.bench.activations import ActivationSetup
 
-__all__ = ["SSDTrainClaim"]
-
 _WARM = 3
 
 
 @part
-class SSDTrainClaim(BaseClaim):
+class SSDTrainClaim(BaseClaim, row=99, needs=("torch",)):
     """What is saved kept, computed again, and on a disk.
 
     Args:
@@ -50,9 +45,6 @@ class SSDTrainClaim(BaseClaim):
     length: Annotated[int, Ge(1)] = 256
     hidden: Annotated[int, MultipleOf(64), Ge(64)] = 256
     pairs: Annotated[int, Ge(1)] = 21
-
-    rows: ClassVar[tuple[int, ...]] = (99,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
@@ -84,37 +76,13 @@ class SSDTrainClaim(BaseClaim):
         run.put("wrong_gradients", wrong)
         left = len(list(Path(run.work_dir).rglob("*tier*")))
         run.put("left_behind", left + cache.disk.stats.used)
-        run.details |= {
-            "peak_bytes": {name: float(peak) for name, peak in peaks.items()},
-            "cut": cache.cut,
-            "direct": cache.disk.direct,
-        }
         if run.quick:
             return
-        from shoal.memory.activations.ssdtrain import lifetime_years
-
         run.progress("timing", 0.4)
-        before = cache.stats.written_bytes, cache.stats.stall_s, cache.stats.forwarded
-        runs: dict[str, Callable[[], object]] = {n: way.step for n, way in ways.items()}
-        if run.as_baseline:
-            # The baseline in the method's place: the same steps of another model.
-            runs["ssdtrain"] = self._way(run.context, "keep").step
-        seconds = run.race(runs, self.pairs, warmup=1, swaps={})
+        pairs = {"step_time": ("ssdtrain", "keep"), "over_recompute": ("ssdtrain", "recompute")}
+        seconds = run.versus({n: way.step for n, way in ways.items()}, pairs, self.pairs, warmup=1)
         medians = {name: statistics.median(each) for name, each in seconds.items()}
-        run.put("step_time", seconds["ssdtrain"], seconds["keep"], bound=1.0)
-        bound = medians["recompute"] / medians["keep"]
-        run.put("over_recompute", seconds["ssdtrain"], seconds["recompute"], bound=bound)
-        steps = self.pairs + 1
-        written = (cache.stats.written_bytes - before[0]) / steps
-        run.details |= {
-            "seconds": medians,
-            "written_bytes_a_step": written,
-            "stall_s_a_step": (cache.stats.stall_s - before[1]) / steps,
-            "forwarded_a_step": (cache.stats.forwarded - before[2]) / steps,
-        }
-        if written:
-            years = lifetime_years(600e12, written, medians["ssdtrain"])
-            run.details["years_of_600_tb"] = years
+        run.bounds |= {"step_time": 1.0, "over_recompute": medians["recompute"] / medians["keep"]}
         run.profile = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in medians.items())
 
     def _way(

@@ -2,12 +2,10 @@
 
 Source: Superpipeline: A Universal Approach for Reducing GPU Memory Usage in Large Models, 2024.
 
-A language model of 24 blocks and a vision transformer of 12 run with a window of a third of their
-blocks, k = 8 and k' = 2, k = 4 and k' = 1, on a device whose memory an arena counts: weights and
-results. Over a link of 2 GB/s the window is timed against one of its size that is replaced as a
-whole and waited for, and against single blocks that come when they are needed, as the library
-accelerate brings them over the same link. The A/A run keeps all blocks resident for the counts
-and takes the window without overlap for the times. One thread computes, one copies.
+24 blocks of language and 12 of vision, windows of a third (k = 8 and k' = 2, k = 4 and k' = 1), on
+a device whose memory an arena counts. Over a link of 2 GB/s beside a window replaced as a whole,
+and beside blocks that come when needed, as the library accelerate has them. The A/A run keeps all
+blocks resident, and takes the window without overlap for the times.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import importlib.util
 import itertools
 import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, MultipleOf
 
@@ -31,14 +29,12 @@ from shoal.kernel.threads import torch_threads
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["SuperpipelineClaim"]
-
 _MODELS = "shoal.claims.experiments.superpipeline_models"
 _WINDOWS = {"language": (24, 8, 2), "vision": (12, 4, 1)}
 
 
 @part
-class SuperpipelineClaim(BaseClaim):
+class SuperpipelineClaim(BaseClaim, row=141, needs=("torch",)):
     """Windows of a third of the blocks, counted and timed.
 
     Args:
@@ -52,9 +48,6 @@ class SuperpipelineClaim(BaseClaim):
     tokens: Annotated[int, Ge(1)] = 96
     bytes_per_s: Annotated[float, Ge(1)] = 2e9
     pairs: Annotated[int, Ge(1)] = 15
-
-    rows: ClassVar[tuple[int, ...]] = (141,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
@@ -91,13 +84,12 @@ class SuperpipelineClaim(BaseClaim):
         for kind, (blocks, k, step) in _WINDOWS.items():
             run.progress(f"counting, {kind} model", 0.05)
             given = self._input(kind, run.seed)
-            whole, expected, _, _ = _peak(self._model(kind, hidden, run.seed), given, blocks, 1)
+            whole, expected, _ = _peak(self._model(kind, hidden, run.seed), given, blocks, 1)
             window = run.pick((k, step), (blocks, 1))
-            peak, result, each, outcome = _peak(self._model(kind, hidden, run.seed), given, *window)
+            peak, result, each = _peak(self._model(kind, hidden, run.seed), given, *window)
             run.put(f"peak_{kind}", peak, whole)
             wrong.append(not all(torch.equal(expected[0], out) for out in [*expected, *result]))
             loads.append(each / blocks)
-            run.details[kind] = outcome
         run.put("wrong_outputs", wrong)
         run.put("loads_per_block", loads)
 
@@ -109,7 +101,6 @@ class SuperpipelineClaim(BaseClaim):
         windows = [run.pick(k, blocks) for k in range(1, blocks + 1, by)]
         peaks = [_peak(model, given, k, max(1, k // 2))[0] for k in windows]
         run.put("peaks_not_rising", sum(b <= a for a, b in itertools.pairwise(peaks)))
-        run.details["peaks_by_k"] = list(map(float, peaks))
 
     def _time(self, run: ClaimRun, stack: contextlib.ExitStack) -> None:
         from shoal.memory.streaming.superpipeline import wrap
@@ -156,7 +147,6 @@ class SuperpipelineClaim(BaseClaim):
                 run.put(metric, seconds["method"], seconds[way])
         if not run.skipped:
             run.put_peer("over_single_blocks", seconds["single blocks"], seconds["accelerate"])
-        run.details |= {"seconds": medians, "link_s": nbytes / self.bytes_per_s}
         run.profile = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in medians.items())
 
 
@@ -168,10 +158,8 @@ def _forward(model: nn.Module, given: Tensor) -> Tensor:
         return tensor
 
 
-def _peak(
-    model: nn.Module, given: Tensor, k: int, k_prime: int
-) -> tuple[int, list[Tensor], int, str]:
-    """Three passes on a counted device: peak bytes, outputs, loads of the last pass, the report."""
+def _peak(model: nn.Module, given: Tensor, k: int, k_prime: int) -> tuple[int, list[Tensor], int]:
+    """Three passes on a counted device: peak bytes, outputs, loads of the last pass."""
     from shoal.memory.streaming.superpipeline import wrap
     from shoal.memory.tiers.device import DeviceScope
     from shoal.memory.tiers.tier import BudgetedTier
@@ -189,4 +177,4 @@ def _peak(
             results.append(out.clone())
             loads = wrapped.stats.loads - before
             del out, here
-        return tier.stats.peak, results, loads, str(wrapped.report)
+        return tier.stats.peak, results, loads

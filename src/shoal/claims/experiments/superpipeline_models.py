@@ -13,8 +13,6 @@ from shoal.claims.experiments.tiny import llama
 from shoal.memory.tiers.mover import EmulatedLink
 from shoal.model.transformer import Transformer
 
-__all__ = ["VisionTransformer", "accelerated", "language_model"]
-
 
 def language_model(blocks: int, hidden: int, seed: int) -> Transformer:
     """A decoder of so many blocks with random weights."""

@@ -6,6 +6,7 @@ which they are sent differs.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,6 @@ from shoal.claims.ranks import in_turn
 from shoal.parallel.overlap.tile import gathered_product, scattered_product
 from shoal.parallel.protocols import Comm
 from shoal.parallel.tensor.operators import TAG
-
-__all__ = ["gather_after", "pairs", "product_s", "scatter_after"]
 
 
 def _operands(comm: Comm, rows: int, inner: int, outer: int) -> tuple[Tensor, Tensor]:
@@ -76,18 +75,9 @@ def _library(x: Tensor, weight: Tensor, comm: Comm) -> Tensor:
 def pairs(
     comm: Comm, rows: int, inner: int, outer: int, repeats: int, tiled: bool
 ) -> dict[str, Any]:
-    """Times of products and messages, one after the other and tiled, in turn.
+    """Form -> seconds of each turn, one after the other and tiled; largest difference of results.
 
-    Args:
-        comm: two ranks.
-        rows: of the product.
-        inner: inner dimension of this rank.
-        outer: columns of the product.
-        repeats: pairs.
-        tiled: False puts the sequential form in the place of the tiled one.
-
-    Returns:
-        Form -> seconds of each turn, and the largest difference of the results.
+    ``tiled`` False puts the sequential form in the place of the tiled one.
     """
     x, weight = _operands(comm, rows, inner, outer)
     part = x[: rows // comm.world].contiguous()
@@ -116,8 +106,7 @@ def pairs(
     def once(form: str) -> None:
         results[form] = forms[form]()
 
-    arms = {form: lambda form=form: once(form) for form in forms}
-    seconds = in_turn(comm, arms, repeats)
+    seconds = in_turn(comm, {form: functools.partial(once, form) for form in forms}, repeats)
     scale = float(results["scatter_after"].abs().max())
     apart = max(
         float((results[form] - results[f"{form}_after"]).abs().max())

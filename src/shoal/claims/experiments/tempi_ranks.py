@@ -20,8 +20,6 @@ from shoal.core.measure import interleave, num_cores
 from shoal.kernel.strided.datatype import contiguous, hvector, named, resized
 from shoal.parallel.protocols import Comm
 
-__all__ = ["CASES", "LOOPED", "methods", "packing"]
-
 Cut = Callable[[Tensor, int], Tensor]
 
 # What is cut out of a cube of float32, the n-th time: other lines than the last times.
@@ -53,24 +51,11 @@ def _tiny(x: Tensor, size: int) -> Tensor:
 
 
 def packing(comm: Comm, edge: int, arrays: int, pairs: int, seed: int) -> dict[str, Any]:
-    """Seconds of packing each case, and of its peers, in turn.
+    """Seconds of packing each case, and of its peers (MPI and a loop use one core), in turn.
 
-    Every library has all cores; those of MPI and of a loop use one.
-
-    The arrays are visited in turn, so that what is read comes from memory. Every method packs
-    into memory that is already there.
-
-    Args:
-        comm: one rank.
-        edge: cells of a cube's edge.
-        arrays: cubes.
-        pairs: rounds.
-        seed: of their order.
-
-    Returns:
-        ``seconds``: case -> method -> one a round; ``bytes`` and ``moved`` of each case;
-        ``mpi``: its version, or ``skipped``: why there is none; ``wrong``: cases and types
-        whose bytes differ from a peer's.
+    Arrays are visited in turn, so that what is read comes from memory. Returns ``seconds`` by case
+    and method; ``bytes`` and ``moved`` by case; ``skipped``, why there is no MPI; ``wrong`` cases
+    and types.
     """
     torch.set_num_threads(num_cores())
     cubes = [
@@ -97,7 +82,6 @@ def packing(comm: Comm, edge: int, arrays: int, pairs: int, seed: int) -> dict[s
             wrong += not torch.equal(outs[way], outs["pack"])
     if mpi is not None:
         wrong += _mpi_differences(mpi)
-        result["mpi"] = mpi.Get_library_version().split(",")[0].strip()
     return {**result, "wrong": wrong}
 
 
@@ -216,20 +200,10 @@ def _mpi_differences(mpi: Any) -> int:
 def methods(
     comm: Comm, sizes: Sequence[int], runs: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """How long each method takes, how long the model says, and what it chooses.
-
-    Args:
-        comm: two ranks.
-        sizes: packed bytes.
-        runs: blocks.
-        repeats: rounds of which the median counts; the methods in turn.
-
-    Returns:
-        A row a case; cases of blocks of less than 4 bytes do not exist.
-    """
+    """How long each method takes, and which the model chooses, a row a case."""
     torch.set_num_threads(1)
     model = MethodModel({"node": measure_parts(comm, largest=max(sizes), repeats=repeats)})
-    methods = []
+    rows = []
     for size in sizes:
         for count in runs:
             length = size // count
@@ -253,13 +227,6 @@ def methods(
                 name: functools.partial(message, name) for name in seconds
             }
             times = in_turn(comm, ways, repeats, together=False)
-            methods.append(
-                {
-                    "bytes": size,
-                    "blocks": count,
-                    "told_s": dict(seconds),
-                    "taken_s": {name: statistics.median(t) for name, t in times.items()},
-                    "chosen": model.choose(layout),
-                }
-            )
-    return methods
+            taken = {name: statistics.median(t) for name, t in times.items()}
+            rows.append({"taken_s": taken, "chosen": model.choose(layout)})
+    return rows

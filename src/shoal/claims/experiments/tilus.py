@@ -1,15 +1,12 @@
 """[109] Tilus: does one program serve every width from 1 to 8 bits, and does time follow bits?
 
-Source: Ding et al., Tilus: A Tile-Level GPGPU Programming Language for Low-Precision
-Computation, 2025.
+Source: Ding et al., Tilus: A Tile-Level GPGPU Programming Language for Low-Precision Computation,
+2025.
 
-Counted, and so quick: types whose products, by the C++ of the one program, are not the bits that
-the interpreter says, every code against the identity and rows of small integers; and bytes that
-the weights take. Timed: one row through 8192 x 8192 weights, so many copies of them that none is
-found in a cache, the methods in turns: 3 bits against 8, 4 bits against PyTorch's bf16 product,
-against the hand-written 4-bit kernel, and against the same program compiled to an extraction bit
-by bit. The A/A run has a kernel of fixed widths (4 and 8 bits) in the place of the program: other
-widths are stored and computed as the next of these.
+Counted: products of the one program's C++ beside the interpreter's bits for every type, and bytes
+of weights. Timed: one row through 8192 x 8192 weights that no cache holds: 3 bits against 8; 4 bits
+against PyTorch's bf16 product, the hand-written kernel, and extraction bit by bit. The A/A run has
+a kernel of fixed widths (4 and 8 bits).
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, MultipleOf
@@ -35,11 +32,6 @@ from shoal.kernel.dispatch import here, kernels_of
 from shoal.kernel.formats import weight_format
 from shoal.kernel.tile.types import NARROW, TileType, tile_type
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["Tilus"]
-
 _QUICK = ("uint3", "float6_e3m2")
 _EDGE = 32
 _STEP = 16
@@ -54,7 +46,7 @@ _OTHERS = (
 
 
 @part
-class Tilus(BaseClaim):
+class Tilus(BaseClaim, row=109):
     """Every type exact through one program; time that follows the bits.
 
     Args:
@@ -66,8 +58,6 @@ class Tilus(BaseClaim):
     edge: Annotated[int, MultipleOf(256), Ge(256)] = 8192
     cold_bytes: Annotated[float, Ge(1e6)] = 6e8
     pairs: Annotated[int, Ge(3)] = 25
-
-    rows: ClassVar[tuple[int, ...]] = (109,)
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Where the program's C++ cannot run."""
@@ -82,18 +72,22 @@ class Tilus(BaseClaim):
         lacking = [dtype for dtype in types if run.as_baseline and dtype.bits not in (4, 8)]
         run.put("wrong_types", len(wrong) + len(lacking))
         run.put("stored_bytes", (_stored(dtype, run.as_baseline) for dtype in types))
-        run.details |= {"types": len(types), "wrong": wrong}
         if not run.quick:
             self._time(run)
 
     def _time(self, run: ClaimRun) -> None:
-        import torch
-
         run.progress("weights", 0.4)
         layer = run.remember("layer", lambda: _Layer(self.edge, self.cold_bytes, run.seed))
-        swaps = {"int3-g128": "int8-g128", "int4-g128": _BF16}
         run.progress("products in turn", 0.5)
-        taken = run.race(layer.methods, self.pairs, swaps=swaps)
+        pairs = {
+            "bits3_over_bits8": ("int3-g128", "int8-g128"),
+            "speedup_bf16": ("int4-g128", _BF16),
+            "time_over_hand_written": ("int4-g128", _HAND),
+            "speedup_over_generic": ("int4-g128", _GENERIC),
+        }
+        taken = run.versus(layer.methods, pairs, self.pairs)
+        if run.as_baseline:
+            return
         machine = run.context.machine or here()
 
         def roof(name: str) -> float:
@@ -107,15 +101,12 @@ class Tilus(BaseClaim):
         middle = {name: statistics.median(each) for name, each in taken.items()}
         roofs = {name: roof(name) for name in ("int3-g128", "int4-g128", "int8-g128")}
         four = roofs["int4-g128"]
-        for metric, ours, baseline, bound in (
-            ("bits3_over_bits8", "int3-g128", "int8-g128", roofs["int3-g128"] / roofs["int8-g128"]),
-            ("speedup_bf16", "int4-g128", _BF16, middle[_BF16] / four),
-            ("time_over_hand_written", "int4-g128", _HAND, four / middle[_HAND]),
-            ("speedup_over_generic", "int4-g128", _GENERIC, middle[_GENERIC] / four),
-        ):
-            run.put(metric, taken[ours], taken[baseline], bound=run.pick(bound, None))
-        if run.as_baseline:
-            return
+        run.bounds |= {
+            "bits3_over_bits8": roofs["int3-g128"] / roofs["int8-g128"],
+            "speedup_bf16": middle[_BF16] / four,
+            "time_over_hand_written": four / middle[_HAND],
+            "speedup_over_generic": middle[_GENERIC] / four,
+        }
         for index, name in enumerate(_OTHERS):
             run.progress(name, 0.8 + 0.2 * index / len(_OTHERS))
             # One after the other: together their copies would take more memory than many have.
@@ -125,13 +116,6 @@ class Tilus(BaseClaim):
             f"{name}: {1e6 * seconds:.0f} us, roof {1e6 * roof(name):.0f} us"
             for name, seconds in middle.items()
         )
-        run.details |= {
-            "table": {
-                name: {"seconds": seconds, "roof_seconds": roof(name)}
-                for name, seconds in middle.items()
-            },
-            "threads": torch.get_num_threads(),
-        }
 
 
 class _Layer:

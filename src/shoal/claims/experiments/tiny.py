@@ -11,21 +11,8 @@ from shoal.claims.protocols import ExperimentContext
 from shoal.core.files import write_atomic
 from shoal.core.parts import Choice
 from shoal.cost.shapes import find
-from shoal.ir import Request, SamplingParams, TrainJob, TrainPlan, Work
+from shoal.ir import Request, SamplingParams, ServeJob, TrainJob, TrainPlan, Work
 from shoal.model.config import ModelConfig
-
-__all__ = [
-    "apart",
-    "corpus_of",
-    "llama",
-    "losses_of",
-    "mixture",
-    "requests",
-    "run_plan",
-    "served",
-    "train_job",
-    "wide",
-]
 
 
 def llama(
@@ -41,15 +28,8 @@ def llama(
 ) -> ModelConfig:
     """A small decoder.
 
-    Args:
-        hidden: width.
-        layers: blocks.
-        heads: query heads; as wide as the hidden state together, if ``head_dim`` says nothing else.
-        kv_heads: key/value heads; one a query head if not given.
-        vocab: size of the vocabulary.
-        ffn: width of the feed-forward layers; three times the hidden one if not given.
-        length: longest context.
-        changes: other fields.
+    One key/value head a query head and three times the width in the MLP, if not given; other fields
+    by their names.
     """
     fields: dict[str, Any] = {
         "vocab_size": vocab,
@@ -80,6 +60,13 @@ def wide(width: int, layers: int) -> ModelConfig:
 def train_job(**fields: Any) -> TrainJob:
     """A job in fp32; its model is only a name, for the configuration comes beside it."""
     return TrainJob.model_validate({"model": "shoal-0.3m", "precision": "fp32", **fields})
+
+
+def serve_job(model: str | Path = "tiny", **fields: Any) -> ServeJob:
+    """A serving job in fp32 on one thread."""
+    return ServeJob.model_validate(
+        {"model": str(model), "precision": "fp32", "threads": 1, **fields}
+    )
 
 
 def apart(split: dict[str, Any], config: ModelConfig, *, steps: int = 1) -> float:

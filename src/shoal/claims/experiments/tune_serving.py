@@ -3,28 +3,28 @@
 Source: Understanding the Impact of Hyperparameters on LLM Inference Performance: vLLM vs
 HuggingFace Pipelines, 2024.
 
-Two machines are one core and two cores of this one, by affinity; all engines have as many threads
-as cores. On both, two models serve the same requests under every setting of Shoal's engine (most
-requests of a step, its tokens, size of a block) and of Hugging Face ``generate`` (batch, padding),
-round by round, each in a new order. Tuning again is judged in rounds that did not choose.
-
-The quick run searches a landscape that is known, with noise.
+Two machines are one core and two cores of this one, by affinity, with as many threads. Two models
+serve the same requests under every setting of Shoal's engine and of Hugging Face ``generate``,
+round by round in a new order. Tuning again is judged in rounds that did not choose. The quick run
+searches a known landscape with noise.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from annotated_types import Ge, Gt, Lt
 
 from shoal.claims.catalogue import BaseClaim
+from shoal.claims.experiments.tiny import serve_job
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
@@ -38,8 +38,6 @@ from shoal.plan.tune.serving import serving_space
 if TYPE_CHECKING:
     from shoal.ir import Arrival
     from shoal.plan.tune.serving import Measure
-
-__all__ = ["TuneServing"]
 
 _SEARCHES, _STARTS = 20, 5
 _CORES = (1, 2)
@@ -74,7 +72,7 @@ _KNOWN_PEAKS = [
 
 
 @part
-class TuneServing(BaseClaim):
+class TuneServing(BaseClaim, row=122, needs=("torch", "transformers")):
     """Landscapes of two engines on two machines, and what tuning again is worth.
 
     Args:
@@ -89,21 +87,14 @@ class TuneServing(BaseClaim):
     rounds: Annotated[int, Ge(2)] = 3
     noise: Annotated[float, Gt(0), Lt(1)] = 0.02
 
-    rows: ClassVar[tuple[int, ...]] = (122,)
-
     def __post_init__(self) -> None:
         require(bool(self.models), "claim.tune_serving.models", (), expected="at least one")
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Engines, two cores, and a way to keep to one of them."""
-        for package in ("torch", "transformers"):
-            if importlib.util.find_spec(package) is None:
-                return f"no {package}; install shoal-ml[bench]"
         if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < max(_CORES):
-            return (
-                f"needs {max(_CORES)} cores, and a system that can keep a process to some of them"
-            )
-        return None
+            return f"fewer than {max(_CORES)} cores, or a system that cannot keep a process to some"
+        return super().refuses(context)
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
@@ -113,32 +104,18 @@ class TuneServing(BaseClaim):
         lands = run.remember("landscapes", lambda: self._landscapes(run.context))
         gains: list[float] = []
         most: list[float] = []
-        for engine in _SPACES:
-            for model in self.models:
-                for home, away in (_CORES, _CORES[::-1]):
-                    result = transfer_gain(lands[engine, model, home], lands[engine, model, away])
-                    gains += result
-                    most.append(_most(lands[engine, model, home], lands[engine, model, away]))
-                    run.details[f"{engine}, {model}: gain from {home} to {away} cores"] = [
-                        round(gain, 4) for gain in result
-                    ]
-        shares = []
-        for (engine, model, cores), land in lands.items():
-            share = self._shares(land, run.seed, as_baseline=run.as_baseline)
-            shares += share
-            run.details[f"{engine}, {model}, {cores} cores"] = {
+        ways = (_CORES, _CORES[::-1])
+        for engine, model, (home, away) in itertools.product(_SPACES, self.models, ways):
+            both = lands[engine, model, home], lands[engine, model, away]
+            gains += transfer_gain(*both)
+            most.append(_most(*both))
+        shares: list[float] = []
+        for who, land in lands.items():
+            shares += self._shares(land, run.seed, as_baseline=run.as_baseline)
+            run.details["{}, {}, {} cores".format(*who)] = {
                 "best": dict(land.best),
-                "best_over_worst": round(land.ratio, 3),
-                "noise": round(land.noise[0], 4),
                 "peaks": [dict(peak) for peak in land.peaks()],
                 "turns": [f"{turn.axis} at {turn.config}" for turn in land.turns()],
-                "search_share": round(float(np.mean(share)), 3),
-                "samples": {
-                    ", ".join(map(str, land.space.config(row).values())): [
-                        round(value, 2) for value in values
-                    ]
-                    for row, values in land.samples.items()
-                },
             }
         # Moved settings in the place of tuned ones: no gain at all.
         again = (run.pick(1 + gain, 1.0) for gain in gains)
@@ -165,8 +142,8 @@ class TuneServing(BaseClaim):
                 ]
                 return TrialOutcome(value=float(np.mean(seen)), samples=tuple(seen))
 
-            tuner = _tuner(run.as_baseline)
-            study = tuner.tune(_KNOWN, objective, _KNOWN.size, seed=run.seed + index)
+            search = _tuner(run.as_baseline).tune
+            study = search(_KNOWN, objective, _KNOWN.size, seed=run.seed + index)
             good = [_known(trial.config) >= 0.95 * top for trial in study.trials]
             shares.append((good.index(True) + 1) / _KNOWN.size)
             wrong.append(Landscape.of(study).peaks() != _KNOWN_PEAKS)
@@ -203,8 +180,8 @@ class TuneServing(BaseClaim):
             for model in self.models
             for row in map(tuple, space.indices().tolist())
         ]
-        seen: dict[tuple[str, str, int], dict[tuple[int, ...], list[float]]] = {}
-        failed: dict[tuple[str, str, int], set[tuple[int, ...]]] = {}
+        seen = {who: defaultdict[tuple[int, ...], list[float]](list) for who in runners}
+        failed = {who: set[tuple[int, ...]]() for who in runners}
         # The first round warms up.
         for turn in range(-1, self.rounds):
             for cores in _CORES[:: -1 if turn % 2 else 1]:
@@ -219,17 +196,16 @@ class TuneServing(BaseClaim):
                         )
                         if turn < 0:
                             continue
-                        who = (engine, model, cores)
                         if sample.failed:
-                            failed.setdefault(who, set()).add(row)
+                            failed[engine, model, cores].add(row)
                         else:
-                            seen.setdefault(who, {}).setdefault(row, []).append(sample.throughput)
+                            seen[engine, model, cores][row].append(sample.throughput)
                 context.progress(f"{cores} cores", max(0, turn) / self.rounds)
         return {
             who: Landscape(
                 _SPACES[who[0]],
-                {row: values for row, values in found.items() if row not in failed.get(who, ())},
-                frozenset(failed.get(who, ())),
+                {row: values for row, values in found.items() if row not in failed[who]},
+                frozenset(failed[who]),
             )
             for who, found in seen.items()
         }
@@ -237,7 +213,6 @@ class TuneServing(BaseClaim):
     def _runners(self, context: ExperimentContext) -> Mapping[tuple[str, str, int], Measure]:
         """(engine, model, cores) -> what serves."""
         from shoal.claims.bench.serving.generate import GenerateRunner
-        from shoal.ir import ServeJob
         from shoal.model import huggingface
         from shoal.serve.bench.replay import weights_of
         from shoal.serve.bench.tune import ShoalRunner
@@ -248,19 +223,12 @@ class TuneServing(BaseClaim):
             where = Path(context.work_dir, model)
             huggingface.write(where, zoo.random(model, context.seed))
             for cores in _CORES:
-                job = ServeJob(
-                    model=str(where),
-                    precision="fp32",
-                    threads=cores,
-                    max_position=512,
-                    kv_tokens=32 * 512,
-                )
+                job = serve_job(where, threads=cores, max_position=512, kv_tokens=32 * 512)
                 with _on(cores):
                     weights, _ = weights_of(job)
                     runners["shoal", model, cores] = ShoalRunner(job=job, model=weights)
-                    runners["generate", model, cores] = GenerateRunner.load(
-                        str(where), threads=cores
-                    )
+                    peer = GenerateRunner.load(str(where), threads=cores)
+                    runners["generate", model, cores] = peer
         return runners
 
     def _workload(self, context: ExperimentContext, model: str) -> Sequence[Arrival]:

@@ -1,18 +1,10 @@
 """[7] Universal Checkpointing: does a run go on in any split, at no cost to saving?
 
-Four layouts of four real processes train a small model on the source of Python's standard library,
-with a vocabulary that two ranks cannot share evenly, grouped queries and a tied embedding. Each
-dumps what its ranks hold. The dumps are put together and
-
-- compared with weights and moments that were gathered in memory, bit for bit;
-- resumed in every layout, and on one process, beside the run that never stopped.
-
-The cost: saves with what conversion needs beside saves without it, in turns, on a file system in
-memory where there is one, so that only the path is timed and no disk; and the peak of a process
-that takes rank files apart.
-
-The baseline puts fragments behind each other without regard to fused parts, gathers everything on
-one rank to save it, and reads all files before it takes them apart.
+Four layouts of four real processes, with a vocabulary that two ranks cannot share evenly, grouped
+queries and a tied embedding. Dumps are put together, compared with what was gathered in memory bit
+for bit, and resumed in every layout and on one process. Saves with what conversion needs, beside
+saves without, on a file system in memory; and the peak of taking rank files apart. The A/A run
+ignores fused parts, gathers everything to save it, and reads all files first.
 
 Source: Lian et al., Universal Checkpointing: Efficient and Flexible Checkpointing for Large Scale
 Distributed Training, 2024.
@@ -21,10 +13,10 @@ Distributed Training, 2024.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Le, MultipleOf
 
@@ -36,11 +28,11 @@ from shoal.core.parts import part
 from shoal.core.scratch import SHARED_MEMORY, scratch_directory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from shoal.checkpoint.universal.spec import UniversalSpec
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
-
-__all__ = ["UniversalCheckpointClaim"]
 
 _RANKS = "shoal.claims.experiments.universal_checkpoint_ranks"
 _LAYOUTS: dict[str, dict[str, Any]] = {
@@ -52,7 +44,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @part
-class UniversalCheckpointClaim(BaseClaim):
+class UniversalCheckpointClaim(BaseClaim, row=7, needs=("torch",)):
     """Sixteen pairs of layouts, time of saves, memory of taking files apart.
 
     Args:
@@ -67,9 +59,6 @@ class UniversalCheckpointClaim(BaseClaim):
     rounds: Annotated[int, Ge(1)] = 40
     large: Annotated[int, MultipleOf(64), Ge(64), Le(4096)] = 256
 
-    rows: ClassVar[tuple[int, ...]] = (7,)
-    needs: ClassVar[tuple[str, ...]] = ("torch",)
-
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""
         if run.quick:
@@ -80,21 +69,16 @@ class UniversalCheckpointClaim(BaseClaim):
         truth, losses = run.remember("sources", lambda: self._sources(run.work_dir))
         run.progress("putting together", 0.3)
         places, wrong = _consolidated(truth, run.as_baseline)
-        run.put("wrong_elements", wrong.values())
+        run.put("wrong_elements", wrong)
         run.progress("resuming in every layout", 0.35)
-        resumed = self._resumed(places, run.as_baseline)
-        apart = {
-            pair: max(abs(a - b) for a, b in zip(found, losses[pair.split(" -> ")[0]], strict=True))
-            for pair, found in resumed.items()
-        }
-        same = [d for pair, d in apart.items() if len(set(pair.split(" -> "))) == 1]
-        run.put("loss_difference", apart.values())
+        apart, same = [], []
+        for pair, found in self._resumed(places, run.as_baseline).items():
+            source, target = pair.split(" -> ")
+            apart.append(max(abs(a - b) for a, b in zip(found, losses[source], strict=True)))
+            if source == target:
+                same.append(apart[-1])
+        run.put("loss_difference", apart)
         run.put("same_layout_difference", same)
-        run.details |= {
-            "pairs": apart,
-            "wrong": wrong,
-            "losses": {name: [found[0], found[-1]] for name, found in losses.items()},
-        }
         run.progress("timing saves", 0.75)
         self._cost(run)
 
@@ -139,19 +123,16 @@ class UniversalCheckpointClaim(BaseClaim):
                 gathered=run.as_baseline,
             )  # fmt: skip
             run.put("save_time", slowest(ranks, "with"), slowest(ranks, "without"))
-            memory: dict[str, float] = {}
-            if os.access("/proc/self/clear_refs", os.W_OK):
-                run.progress("memory of taking files apart", 0.95)
-                memory = on_ranks(
-                    f"{_RANKS}:extract_memory", 1, place=str(root / "saves"),
-                    folder=str(root / "fragments"), at_once=run.as_baseline,
-                )[0]  # fmt: skip
-                run.put("extract_memory", memory["peak"], memory["largest"])
-            else:
-                run.skip(
-                    "the peak of a process cannot be set back on this system", "extract_memory"
-                )
-            run.details["memory"] = memory
+            if not os.access("/proc/self/clear_refs", os.W_OK):
+                why = "the peak of a process cannot be set back on this system"
+                run.skip(why, "extract_memory")
+                return
+            run.progress("memory of taking files apart", 0.95)
+            memory = on_ranks(
+                f"{_RANKS}:extract_memory", 1, place=str(root / "saves"),
+                folder=str(root / "fragments"), at_once=run.as_baseline,
+            )[0]  # fmt: skip
+            run.put("extract_memory", memory["peak"], memory["largest"])
 
 
 @contextmanager
@@ -169,13 +150,9 @@ def _config(width: int, layers: int) -> ModelConfig:
 
 def _job(layout: dict[str, Any]) -> TrainJob:
     return train_job(
-        steps=1000,
-        seq_len=64,
-        global_batch=8,
-        microbatch=2,
-        optimizer={"name": "adamw", "lr": 1e-3},
-        **layout,
-    )
+        steps=1000, seq_len=64, global_batch=8, microbatch=2,
+        optimizer={"name": "adamw", "lr": 1e-3}, **layout,
+    )  # fmt: skip
 
 
 def _naive(spec: UniversalSpec) -> UniversalSpec:
@@ -189,29 +166,30 @@ def _naive(spec: UniversalSpec) -> UniversalSpec:
     return UniversalSpec.parse(plain)
 
 
-def _consolidated(root: Path, as_baseline: bool) -> tuple[dict[str, Path], dict[str, int]]:
-    """Universal checkpoint of each layout, and how many of its elements are not the truth."""
-    from safetensors import safe_open
-
+def _together(dumps: Path, truth: Mapping[str, Tensor], as_baseline: bool) -> tuple[Path, int]:
+    """Put dumps together; the universal checkpoint, and how many elements are not the truth."""
     from shoal.checkpoint.formats.deepspeed import DeepSpeedDumps
     from shoal.checkpoint.universal.atomic import UniversalCheckpoint
     from shoal.checkpoint.universal.convert import consolidate
 
-    places: dict[str, Path] = {}
-    wrong: dict[str, int] = {}
+    source = DeepSpeedDumps(dumps)
+    spec = source.spec()
+    assert spec is not None
+    out = dumps.with_name(f"{dumps.name}.{'naive' if as_baseline else 'universal'}")
+    place = consolidate(source, out, spec=_naive(spec) if as_baseline else spec)
+    checkpoint = UniversalCheckpoint(place)
+    return place, sum(int((checkpoint.tensor(key) != x).sum()) for key, x in truth.items())
+
+
+def _consolidated(root: Path, as_baseline: bool) -> tuple[dict[str, Path], list[int]]:
+    """Universal checkpoint of each layout, and how many of its elements are not the truth."""
+    from safetensors.torch import load_file
+
+    places, wrong = {}, []
     for name in _LAYOUTS:
-        source = DeepSpeedDumps(root / name)
-        spec = source.spec()
-        assert spec is not None
-        out = root / f"{name}.{'naive' if as_baseline else 'universal'}"
-        place = consolidate(source, out, spec=_naive(spec) if as_baseline else spec)
-        checkpoint = UniversalCheckpoint(place)
-        with safe_open(root / f"{name}.truth.safetensors", framework="pt") as truth:
-            names = list(truth.keys())
-            wrong[name] = sum(
-                int((checkpoint.tensor(key) != truth.get_tensor(key)).sum()) for key in names
-            )
-        places[name] = place
+        truth = load_file(root / f"{name}.truth.safetensors")
+        places[name], differ = _together(root / name, truth, as_baseline)
+        wrong.append(differ)
     return places, wrong
 
 
@@ -220,11 +198,8 @@ def _cut_and_join(folder: Path, as_baseline: bool) -> list[int]:
     import torch
 
     from shoal.checkpoint.formats import FORMATS
-    from shoal.checkpoint.formats.deepspeed import DeepSpeedDumps
     from shoal.checkpoint.formats.transfer import open_any
     from shoal.checkpoint.store import Store
-    from shoal.checkpoint.universal.atomic import UniversalCheckpoint
-    from shoal.checkpoint.universal.convert import consolidate
     from shoal.checkpoint.universal.protocols import RankLayout
     from shoal.core.random import generator
     from shoal.parallel.tensor.slices import whole_shapes
@@ -243,11 +218,5 @@ def _cut_and_join(folder: Path, as_baseline: bool) -> list[int]:
         place = folder / f"{kind}-{zero}-{mesh}"
         writer = FORMATS.build({"name": "deepspeed", "zero": zero})
         writer.write(place, open_any(store), mesh=RankLayout.parse(mesh))
-        dumps = DeepSpeedDumps(place)
-        spec = dumps.spec()
-        assert spec is not None
-        checkpoint = UniversalCheckpoint(
-            consolidate(dumps, spec=_naive(spec) if as_baseline else spec)
-        )
-        wrong.append(sum(int((checkpoint.tensor(k) != v).sum()) for k, v in state.items()))
+        wrong.append(_together(place, state, as_baseline)[1])
     return wrong

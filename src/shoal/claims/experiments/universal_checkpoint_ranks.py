@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
 
-__all__ = ["RankTraining", "extract_memory", "resume", "sources", "time_saves"]
-
 _CORPUS_BYTES = 4 * 2**20
 
 
@@ -50,14 +48,7 @@ def corpus() -> np.ndarray:
 
 
 class RankTraining:
-    """A model in training on one rank.
-
-    Args:
-        comm: all ranks.
-        job: its split and batch.
-        config: the model.
-        text: the corpus.
-    """
+    """A model in training on one rank."""
 
     def __init__(self, comm: Comm, job: TrainJob, config: ModelConfig, text: np.ndarray) -> None:
         self.comm, self.config, self.text = comm, config, text
@@ -107,23 +98,11 @@ def sources(
     steps: int,
     after: int,
 ) -> dict[str, list[float]]:
-    """Train under every layout, dump, write down the truth, and go on.
-
-    Args:
-        comm: all ranks.
-        jobs: layout -> job.
-        config: the model.
-        root: where a directory for each layout is made.
-        steps: before the dump.
-        after: steps after it.
-
-    Returns:
-        layout -> losses of the steps after the dump.
-    """
+    """Train under every layout, dump, write the truth, go on; layout -> losses after the dump."""
     from safetensors.torch import save_file
 
     text = corpus()
-    sources = {}
+    losses = {}
     for name, job in jobs.items():
         run = RankTraining(comm, job, config, text)
         run.steps(0, steps)
@@ -131,24 +110,14 @@ def sources(
         truth = run.truth()
         if comm.rank == 0:
             save_file(truth, Path(root) / f"{name}.truth.safetensors")
-        sources[name] = run.steps(steps, steps + after)
-    return sources
+        losses[name] = run.steps(steps, steps + after)
+    return losses
 
 
 def resume(
     comm: Comm, *, pairs: Sequence[tuple[str, str, TrainJob]], config: ModelConfig, after: int
 ) -> dict[str, list[float]]:
-    """Go on from universal checkpoints in other layouts.
-
-    Args:
-        comm: all ranks.
-        pairs: name, universal checkpoint and job of each.
-        config: the model.
-        after: steps to go on for.
-
-    Returns:
-        name -> losses.
-    """
+    """Go on from universal checkpoints in other layouts; name of a pair -> losses."""
     text = corpus()
     result = {}
     for name, place, job in pairs:
@@ -164,13 +133,7 @@ def time_saves(
 ) -> dict[str, list[float]]:
     """Seconds of saves with and without what conversion needs, in turns; this rank's.
 
-    Args:
-        comm: all ranks.
-        job: the split.
-        config: the model.
-        root: where saves are written and removed; the last one stays.
-        rounds: saves of each kind.
-        gathered: instead of writing tables, gather everything on rank 0 and let it save.
+    ``gathered``: instead of writing tables, gather everything on rank 0 and let it save.
     """
     from safetensors.torch import save_file
 
@@ -196,14 +159,7 @@ def time_saves(
 
 
 def extract_memory(comm: Comm, *, place: str, folder: str, at_once: bool) -> dict[str, float]:
-    """Peak memory of taking rank files apart, beyond what the process had before.
-
-    Args:
-        comm: this one rank.
-        place: the rank files.
-        folder: where fragments are written.
-        at_once: read all files first, instead.
-    """
+    """Peak memory of taking rank files apart, or all at once, beyond what was there before."""
     source = DeepSpeedDumps(Path(place))
     files = source.files()
     target = Path(folder)
@@ -222,7 +178,7 @@ def extract_memory(comm: Comm, *, place: str, folder: str, at_once: bool) -> dic
     peak = _status("VmHWM")
     shutil.rmtree(target)
     largest = max(file.path.stat().st_size for file in files)
-    return {"peak": float(peak - before), "largest": float(largest), "files": float(len(files))}
+    return {"peak": float(peak - before), "largest": float(largest)}
 
 
 def _status(key: str) -> int:

@@ -19,7 +19,7 @@ Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from annotated_types import Ge
@@ -40,17 +40,15 @@ if TYPE_CHECKING:
     from shoal.claims.lab.measure_passes import MeasuredPasses
     from shoal.model.config import ModelConfig
 
-__all__ = ["VocabParallel", "in_flight", "parameter_share", "recut"]
-
 # Four blocks of a stage take about half as long as the output layer does, if both keep their
-# memory from step to step; what it was in a run is in its details.
+# memory from step to step.
 _RANKS, _MICROBATCHES, _BLOCKS = 4, 16, 4
 _HIDDEN, _LENGTH = 256, 128
 _VOCABULARIES = (32 * 1024, 64 * 1024, 128 * 1024, 256 * 1024)
 
 
 @part
-class VocabParallel(BaseClaim):
+class VocabParallel(BaseClaim, row=113):
     """Passes of the vocabulary on all ranks, against output layers in one place.
 
     Args:
@@ -60,8 +58,6 @@ class VocabParallel(BaseClaim):
 
     rounds: Annotated[int, Ge(1)] = 7
     pairs: Annotated[int, Ge(1)] = 20
-
-    rows: ClassVar[tuple[int, ...]] = (113,)
 
     def collect(self, run: ClaimRun) -> None:
         """Count parameters and micro-batches; the full run also times, for about 3 min."""
@@ -98,23 +94,15 @@ class VocabParallel(BaseClaim):
             uneven.append(simulate(whole, recut(before, cells, best=True), link).makespan)
             costs = after.model_copy(update={"barrier_s": meet})
             method.append(simulate(parts, costs, link).makespan)
-        passes = run.details["passes_s"] = {
-            "1f1b": recut(naive.median, cells, best=False).seconds,
-            "1f1b, best cut": recut(naive.median, cells, best=True).seconds,
-            "vocabulary split": split.median.seconds,
-        }
-        stage, last = (sum(passes["1f1b"][kind][at] for kind in "FB") for at in (0, _RANKS - 1))
-        run.details["output_in_stages"] = last / stage - 1
-        run.details["message_s"] = link.seconds(0, 1, nbytes)
-        # If all ranks did the split passes evenly and never waited; the pipeline still fills and
-        # empties.
-        work = sum(sum(seconds) for seconds in passes["vocabulary split"].values())
-        shared = (_MICROBATCHES + _RANKS - 1) * work / _RANKS
-        for name, baseline, cut in (
-            ("simulated_speedup", plain, "1f1b"),
-            ("redistributed_speedup", uneven, "1f1b, best cut"),
+        # If all ranks did the split passes evenly and never waited, not even while it fills.
+        work = sum(sum(seconds) for seconds in split.median.seconds.values())
+        shared = _MICROBATCHES * work / _RANKS
+        for name, baseline, best in (
+            ("simulated_speedup", plain, False),
+            ("redistributed_speedup", uneven, True),
         ):
-            bound = simulate(whole, OpCosts(seconds=passes[cut])).makespan / shared
+            alone = recut(naive.median, cells, best=best)
+            bound = simulate(whole, alone, link).makespan / shared
             run.put(name, run.pick(method, baseline), baseline, bound=bound)
 
     def _passes(self, run: ClaimRun, vocab_size: int) -> list[MeasuredPasses]:
@@ -129,16 +117,19 @@ class VocabParallel(BaseClaim):
         )
 
     def _busy(self, run: ClaimRun, vocab: str) -> None:
-        """Busy seconds of the busiest rank over the mean, by size of the vocabulary."""
-        results = []
-        for size in _VOCABULARIES:
-            costs = self._passes(run, size)[vocab == "pp"].median
+        """Busy seconds of the busiest rank over the mean, by round, of the worst vocabulary."""
+
+        def imbalance(size: int, costs: OpCosts) -> float:
             if vocab == "none":
                 costs = recut(costs, _cells(size), best=False)
             busy = simulate(schedule_of(_job(_MICROBATCHES, vocab)), costs).busy
-            run.details[f"busy_s {size}"] = busy
-            results.append(max(busy) / float(np.mean(busy)))
-        run.put("busy_imbalance", results)
+            return max(busy) / float(np.mean(busy))
+
+        by_size = (
+            [imbalance(size, costs) for costs in self._passes(run, size)[vocab == "pp"].rounds]
+            for size in _VOCABULARIES
+        )
+        run.put("busy_imbalance", map(max, zip(*by_size, strict=True)))
 
     def _processes(self, run: ClaimRun) -> None:
         """Steps and peak memory of two processes."""
@@ -149,7 +140,6 @@ class VocabParallel(BaseClaim):
         run.put("two_process_speedup", method, baseline)
         run.progress("peak memory", 0.9)
         peaks = [[peak_memory(job, config) for job in jobs] for _ in range(3)]
-        run.details["peak_bytes"] = peaks
         run.put("peak_memory", (max(after) for _, after in peaks), (max(b) for b, _ in peaks))
         run.profile = "\n".join(
             profile(events, title=f"vocabulary: {job.parallel.vocab}")
@@ -160,13 +150,8 @@ class VocabParallel(BaseClaim):
 def recut(costs: OpCosts, cells: Sequence[range], *, best: bool) -> OpCosts:
     """Costs of another cut into stages, from measured stages of 1F1B.
 
-    A block costs what one of the middle stages takes for each of its blocks; the output layer
-    what the last stage takes beyond its blocks. The embedding is left to the baseline for nothing.
-
-    Args:
-        costs: of the measured stages.
-        cells: blocks of each measured stage.
-        best: cut blocks and output layer as evenly as can be; otherwise equally many blocks.
+    A block costs what a middle stage takes for each of its blocks; the output layer what the last
+    stage takes beyond its blocks; the embedding nothing. ``best``: cut as evenly as can be.
     """
     stages, number = len(cells), cells[-1].stop
     parts = []
@@ -209,12 +194,7 @@ def _job(
 
 
 def parameter_share(vocab_size: int, vocab: str) -> float:
-    """Parameters of the fullest of four ranks over their mean; equal blocks, nothing allocated.
-
-    Args:
-        vocab_size: V.
-        vocab: who splits the vocabulary: pp or none.
-    """
+    """Parameters of the fullest of four ranks over their mean; nothing is allocated."""
     import torch
 
     from shoal.claims.lab.measure_passes import SingleRankComm
@@ -241,12 +221,7 @@ def parameter_share(vocab_size: int, vocab: str) -> float:
 
 
 def in_flight(schedule: str, barriers: int) -> list[int]:
-    """By rank, most micro-batches between forward and backward at once, in passes really done.
-
-    Args:
-        schedule: the schedule to which the vocabulary's passes are added.
-        barriers: meetings of the ranks in a micro-batch.
-    """
+    """By rank, most micro-batches between forward and backward at once, in passes really done."""
     from shoal.claims.lab.measure_passes import batch
     from shoal.claims.lab.session import RankSession
     from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks

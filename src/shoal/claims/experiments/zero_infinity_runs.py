@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,33 +30,22 @@ from shoal.train.optimizers.adamw import AdamW
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
 
-__all__ = ["Budgets", "OffloadRunResult", "fetch_seconds", "model_of", "plain", "streamed"]
-
 VOCAB = 256
 LAYERS = 4
 TOKENS = 32
 _LR = 1e-3
+_TIERS = {"param": "disk", "optim": "disk", "act": "device"}
 
 
-@dataclass(frozen=True)
-class Budgets:
+class Budgets(NamedTuple):
     """Bytes of device and host."""
 
     device: int
     host: int
 
 
-@dataclass(frozen=True)
-class OffloadRunResult:
-    """What a run came to.
-
-    Args:
-        parameters: of the model.
-        values: of every parameter afterwards; none where they are not compared.
-        peaks: tier -> most bytes.
-        predicted: the same, as predicted.
-        seconds: of every step.
-    """
+class OffloadRunResult(NamedTuple):
+    """Parameters, their values if they are compared, most bytes by tier, s of every step."""
 
     parameters: int
     values: dict[str, Tensor]
@@ -117,28 +105,17 @@ def streamed(
     steps: int,
     seed: int,
     keep: bool = False,
-    prefetch_numel: int = 10**6,
-    sub_group_numel: int = 10**6,
-    optim_on_host: bool = False,
-    tiled: bool = False,
+    tiles: int = 1,
     links: dict[str, EmulatedLink] | None = None,
     tokens: int = TOKENS,
+    **tiers: Any,
 ) -> OffloadRunResult | None:
     """ZeRO-Infinity, parameters on disk; None where the budgets have no room."""
+    how: dict[str, Any] = {"prefetch_numel": 10**6, "sub_group_numel": 10**6, **_TIERS, **tiers}
 
     def train(comm: Comm) -> OffloadRunResult:
         model = empty(config)
-        made = _offloaded(
-            model,
-            comm,
-            budgets,
-            place,
-            prefetch_numel=prefetch_numel,
-            sub_group_numel=sub_group_numel,
-            optim_on_host=optim_on_host,
-            tiles=0 if tiled else 1,
-            links=links or {},
-        )
+        made = _offloaded(model, comm, budgets, place, tiles=tiles, links=links or {}, **how)
         seconds = []
         with contextlib.closing(made):
             for step in range(steps):
@@ -153,14 +130,7 @@ def streamed(
         return OffloadRunResult(_count(config), values, peaks, fields, tuple(seconds))
 
     job = TrainJob(seq_len=tokens, global_batch=1, microbatch=1, precision="fp32", steps=1)
-    result = needs(
-        Work(shape=config.shape(), job=job),
-        param="disk",
-        optim="host" if optim_on_host else "disk",
-        act="device",
-        sub_group_numel=sub_group_numel,
-        prefetch_numel=prefetch_numel,
-    )
+    result = needs(Work(shape=config.shape(), job=job), **how)
     fields = {"device": result.device, "host": result.host, "disk": result.disk}
     try:
         return run_ranks(1, train)[0]
@@ -169,31 +139,10 @@ def streamed(
 
 
 def _offloaded(
-    model: Transformer,
-    comm: Comm,
-    budgets: Budgets,
-    place: Path,
-    *,
-    prefetch_numel: int,
-    sub_group_numel: int = 10**6,
-    optim_on_host: bool = False,
-    owner: bool = False,
-    tiles: int = 1,
-    links: dict[str, EmulatedLink],
+    model: Transformer, comm: Comm, budgets: Budgets, place: Path, **how: Any
 ) -> OffloadedModel:
-    wanted = TierAssignment(
-        device_bytes=budgets.device,
-        host_bytes=budgets.host,
-        param="disk",
-        optim="host" if optim_on_host else "disk",
-        act="device",
-        sub_group_numel=sub_group_numel,
-        prefetch_numel=prefetch_numel,
-        owner=owner,
-        path=place,
-        tiles=tiles,
-        links=links,
-    )
+    how = {"sub_group_numel": 10**6, "owner": False, **_TIERS, **how}
+    wanted = TierAssignment(device_bytes=budgets.device, host_bytes=budgets.host, path=place, **how)
     rule = AdamW(lr=_LR, fused=False)
     return offloaded(model, comm, rule, wanted, values=PlaceholderWeights(model.config).whole)
 
@@ -203,17 +152,15 @@ def fetch_seconds(
 ) -> tuple[float, ...]:
     """Seconds for which the forward passes of two ranks wait for parameters, each round.
 
-    Each rank has a disk of its own rate. Nothing is fetched ahead: what is measured is how soon
-    a layer can be there.
+    Each rank has a disk of its own rate, and nothing is fetched ahead.
     """
     budgets = Budgets(2**28, 2**28)
 
     def train(comm: Comm) -> tuple[float, ...]:
         model = empty(config)
         links = {"read": EmulatedLink(bytes_per_s)}
-        with contextlib.closing(
-            _offloaded(model, comm, budgets, place, prefetch_numel=0, owner=owner, links=links)
-        ) as made:
+        how: dict[str, Any] = {"prefetch_numel": 0, "owner": owner, "links": links}
+        with contextlib.closing(_offloaded(model, comm, budgets, place, **how)) as made:
             results = []
             for step in range(rounds + 1):
                 x, y = _batch(comm.rank, step, 8)

@@ -11,8 +11,6 @@ from shoal.claims.gallery.papers import EVIDENCE, MEANINGS, Paper, counts, needs
 from shoal.claims.gallery.pictures import MetricOverview, samples_chart
 from shoal.core.web import NavigationLink, WebSite
 
-__all__ = ["GROUPS", "GalleryPaths", "facets", "render_index", "render_row", "site"]
-
 PACKAGE = "shoal.claims.gallery"
 
 GROUPS = {"status": "Status", "room": "Room", "evidence": "Evidence"}

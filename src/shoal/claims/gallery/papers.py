@@ -20,26 +20,15 @@ from shoal.claims.standing import CatalogueStatus, standings
 from shoal.core.config import Value
 from shoal.core.web.site import number
 
-__all__ = [
-    "EVIDENCE",
-    "MEANINGS",
-    "MeasuredMetric",
-    "Paper",
-    "SkippedMetric",
-    "counts",
-    "index_rows",
-    "needs",
-    "per_sample",
-]
-
 # What is shown: the statuses, and what a results file can be instead of believed.
 MEANINGS: dict[str, str] = {
-    "works": "really run, and every threshold holds",
-    "modelled": "simulated or computed only, and every threshold holds",
-    "falls_short": "a threshold does not hold",
-    "noisy": "the interval of a timing is too wide; never a pass",
+    "works": "really run, and every threshold holds at the worse end of its interval",
+    "modelled": "every threshold holds, and a headline is simulated or computed",
+    "falls_short": "a threshold is missed by the whole interval",
+    "noisy": "an interval straddles its threshold or is too wide; never a pass",
     "skipped": "it cannot be judged here, or the claim is void",
     "edited": "the results file was edited: its verdict is not shown",
+    "dirty": "it was made by code that no commit has: its verdict is not shown",
     "outdated": "the thresholds have changed since; it must be run again",
     "unreadable": "the results file cannot be read",
     "planned": "there is no result yet",
@@ -73,7 +62,7 @@ class MeasuredMetric(Value):
     Args:
         metric: what is claimed.
         verdict: what the samples say.
-        samples: of the part.
+        samples: of the part; None where the verdict came without them.
         aa: of the run with the part replaced by its baseline, if there are any.
         bound: the physical limit of the number on that machine, if known.
         peer: of our baseline beside its named peer, if there are any.
@@ -81,7 +70,7 @@ class MeasuredMetric(Value):
 
     metric: Metric
     verdict: MetricVerdict
-    samples: PairedSamples
+    samples: PairedSamples | None
     aa: PairedSamples | None = None
     bound: float | None = None
     peer: PairedSamples | None = None
@@ -109,9 +98,7 @@ class MeasuredMetric(Value):
     @property
     def outcome(self) -> str:
         """``works``, ``falls_short`` or ``noisy``, as a status."""
-        if self.verdict.noisy:
-            return "noisy"
-        return "works" if self.verdict.holds else "falls_short"
+        return self.verdict.outcome
 
     @property
     def interval(self) -> str:
@@ -144,6 +131,8 @@ class Paper(Value):
         skipped: what was not.
         record: that results file.
         fault: why it cannot be believed.
+        stale: code that it depends on has changed since.
+        shipped: its verdict came with the package, without samples and results file.
     """
 
     row: CatalogueRow
@@ -153,6 +142,8 @@ class Paper(Value):
     skipped: tuple[SkippedMetric, ...] = ()
     record: ClaimRecord | None = None
     fault: RecordFault | None = None
+    stale: bool = False
+    shipped: bool = False
 
     @property
     def says(self) -> str:
@@ -186,9 +177,9 @@ class Paper(Value):
     @property
     def linked(self) -> bool:
         """Whether its results file can be shown as it is."""
-        return self.record is not None or (
-            self.fault is not None and self.fault.kind != "unreadable"
-        )
+        if self.fault is not None:
+            return self.fault.kind != "unreadable" and not self.shipped
+        return self.record is not None and not self.shipped
 
     @property
     def command(self) -> str:
@@ -205,13 +196,13 @@ class Paper(Value):
         return " ".join((*shown, row.says, row.checks, row.claim or "", self.status)).lower()
 
 
-def index_rows(results: Path = Path("results")) -> list[Paper]:
+def index_rows(results: Path | None = None) -> list[Paper]:
     """Every paper: newest results first, then those without a result by their number.
 
     A results file that was edited is shown as such and the others go on.
 
     Args:
-        results: directory of the results files.
+        results: directory of the results files; that of the clone if not given.
     """
     papers = [_paper(standing) for standing in standings(results)]
     # Stable: a stamp sorts as text, and what cannot be believed comes before the planned.
@@ -257,7 +248,8 @@ def _paper(standing: CatalogueStatus) -> Paper:
 
     row, record, fault = standing.row, standing.record, standing.fault
     if fault is not None:
-        return Paper(row=row, status=fault.kind, metrics=row.metrics, fault=fault)
+        shipped = standing.shipped
+        return Paper(row=row, status=fault.kind, metrics=row.metrics, fault=fault, shipped=shipped)
     if record is None:
         return Paper(row=row, status="planned", metrics=row.metrics)
     by_name = {metric.name: metric for metric in record.metrics}
@@ -269,7 +261,7 @@ def _paper(standing: CatalogueStatus) -> Paper:
             MeasuredMetric(
                 metric=by_name[verdict.name],
                 verdict=verdict,
-                samples=record.samples.metrics[verdict.name],
+                samples=record.samples.metrics.get(verdict.name),
                 aa=None if record.aa is None else record.aa.metrics.get(verdict.name),
                 bound=record.samples.bounds.get(verdict.name),
                 peer=record.samples.peers.get(verdict.name),
@@ -281,4 +273,6 @@ def _paper(standing: CatalogueStatus) -> Paper:
             for name, reason in record.verdict.skipped.items()
         ),
         record=record,
+        stale=standing.stale,
+        shipped=standing.shipped,
     )

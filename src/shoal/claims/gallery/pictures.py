@@ -12,8 +12,6 @@ from shoal.claims.protocols import Metric
 from shoal.core.svg import Band, Chart, Series
 from shoal.core.web.site import number
 
-__all__ = ["MetricOverview", "samples_chart"]
-
 _WIDTH, _ROW, _PAD = 132, 13, 5
 _MIDDLE = _WIDTH / 2
 
@@ -23,9 +21,11 @@ def samples_chart(measured: MeasuredMetric) -> Chart | None:
 
     Returns:
         Chart: with the threshold, the number and its interval; None when no sample is
-            finite.
+            there, or none is finite.
     """
     metric, verdict = measured.metric, measured.verdict
+    if measured.samples is None:
+        return None
     part = per_sample(metric, measured.samples)
     replaced = per_sample(metric, measured.aa) if measured.aa is not None else []
     x_part = [float(i + 1) for i in range(len(part))]

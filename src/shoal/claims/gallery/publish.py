@@ -13,10 +13,9 @@ from shoal.claims.gallery.pages import GROUPS, GalleryPaths, facets, render_inde
 from shoal.claims.gallery.pages import site as gallery_site
 from shoal.claims.gallery.papers import Paper, index_rows
 from shoal.claims.gallery.scoreboard import SCOREBOARD, render_scoreboard
+from shoal.claims.shipped import shipped_records
 from shoal.core.errors import ConfigError, require
 from shoal.core.files import write_dir_atomic
-
-__all__ = ["MARKER", "gallery_files", "gallery_names", "write_gallery"]
 
 MARKER = "gallery.json"
 
@@ -65,6 +64,7 @@ def write_gallery(results: Path, out: Path) -> Path:
     Raises:
         ConfigError: there are no results, or ``out`` holds something else.
     """
+    _require_results(results)  # before anything is made
     old = _replaceable(out)
     fresh = out.with_name(f".{out.name}.new.{os.getpid()}")
     with write_dir_atomic(fresh, error=ConfigError) as directory:
@@ -93,14 +93,19 @@ def write_gallery(results: Path, out: Path) -> Path:
 
 
 def _papers(results: Path) -> list[Paper]:
+    _require_results(results)
+    return index_rows(results)
+
+
+def _require_results(results: Path) -> None:
+    """Refuse a directory that is not there, where no verdicts came with the package."""
     require(
-        results.is_dir(),
+        results.is_dir() or bool(shipped_records()),
         "results",
         str(results),
         expected="a directory with results files",
         hint="run a claim first, or name the directory with --results",
     )
-    return index_rows(results)
 
 
 def _files(

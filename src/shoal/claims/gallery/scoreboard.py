@@ -9,8 +9,6 @@ from shoal.cost.published.board import CLOSE, Scoreboard, scatter, share_within
 from shoal.cost.published.scoreboard import score_training
 from shoal.cost.published.serving_scoreboard import score_serving
 
-__all__ = ["SCOREBOARD", "render_scoreboard"]
-
 SCOREBOARD = "scoreboard.html"
 # Rows that are shown before the others are unfolded.
 _SHOWN = 12

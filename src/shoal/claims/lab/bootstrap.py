@@ -17,19 +17,11 @@ from typing import NamedTuple
 from shoal.core.errors import RankError, require
 from shoal.ir import Parallel
 
-__all__ = ["BootstrapCost", "Group", "bootstrap", "groups_of"]
-
 Group = tuple[int, ...]
 
 
 class BootstrapCost(NamedTuple):
-    """What making the groups has cost.
-
-    Args:
-        groups: that were made.
-        arrivals: of ranks at barriers.
-        operations: on the store, arrivals included.
-    """
+    """Groups that were made, arrivals at barriers, and operations on the store with these."""
 
     groups: int
     arrivals: int

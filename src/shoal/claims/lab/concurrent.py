@@ -26,18 +26,10 @@ from shoal.core.errors import DataError, require
 from shoal.model.rope import rotate, tables_at
 from shoal.model.transformer import Transformer
 
-__all__ = ["ConcurrentText", "TextBatch", "batch_of", "loss_of", "scores_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentText:
-    """What workers wrote on one prompt.
-
-    Args:
-        prompt: what all have been given.
-        tokens: of each worker, in the order of their names.
-        steps: when each of these was written; rises in every stream.
-    """
+    """What workers wrote on one prompt: tokens of each, and when each of these was written."""
 
     prompt: Sequence[int]
     tokens: Sequence[Sequence[int]]

@@ -416,16 +416,8 @@ def held_bytes(
 ) -> float:
     """Most bytes that a rank's passes keep for the backward pass, in GPipe's closed form.
 
-    ``entry + layers / k * activations / m`` with recomputation, against
-    ``layers / k * activations`` without.
-
-    Args:
-        activations: of one layer for the whole mini-batch.
-        entry: a cell's input for the whole mini-batch.
-        layers: of the network, equal ones.
-        k: cells.
-        m: micro-batches.
-        recompute: keep inputs of cells alone.
+    ``entry + layers / k * activations / m`` with recomputation, ``layers / k * activations``
+    without; both of the whole mini-batch, of a cell's input and of one layer.
     """
     longest = math.ceil(layers / k)
     return entry + longest * activations / m if recompute else longest * activations

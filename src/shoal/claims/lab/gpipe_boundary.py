@@ -19,19 +19,6 @@ from torch import Tensor, nn
 
 from shoal.core.errors import require
 
-__all__ = [
-    "DTYPES",
-    "FINE",
-    "HEADER",
-    "Form",
-    "FormBoundary",
-    "Micro",
-    "Save",
-    "Use",
-    "crossing",
-    "skips",
-]
-
 # Dtypes of a boundary; numbers of the header that says its form, and the first of them.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HEADER = 128
@@ -39,11 +26,7 @@ FINE = 1
 
 
 class Save(nn.Module):
-    """Keeps what comes by for a later :class:`Use`; passes it on unchanged.
-
-    Args:
-        name: of the pair.
-    """
+    """Keeps what comes by for a later :class:`Use` of this name; passes it on unchanged."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -55,12 +38,7 @@ class Save(nn.Module):
 
 
 class Use(nn.Module):
-    """Joins what comes by with what was saved.
-
-    Args:
-        name: of the pair.
-        join: function of what comes by and what was saved; their sum if not given.
-    """
+    """Joins what comes by with what was saved, by their sum if ``join`` is not given."""
 
     def __init__(self, name: str, join: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
         super().__init__()
@@ -129,15 +107,8 @@ class Form:
 class Micro:
     """One micro-batch on one rank.
 
-    Args:
-        number: which one.
-        inputs: of the first cell.
-        targets: of the loss.
-        weight: of its loss in that of the mini-batch.
-        step: of training, for what is random.
-        entry: form of what this rank's cell gets; None for the first.
-        exit: form of what it gives; None for the last.
-        awaited: forms of the messages that this rank gets, in the order of its passes.
+    ``entry``, ``exit``: forms of what its cell gets and gives, None at the ends; ``awaited``: forms
+    of the messages that it gets, in the order of its passes.
     """
 
     number: int

@@ -21,16 +21,9 @@ from shoal.cost.training.layer_plan import in_flight
 from shoal.cost.training.memory import ALLOCATOR_SLACK, RUNTIME_BYTES
 from shoal.plan.strategy.layer_search import StageSearch, undominated
 
-__all__ = ["Optimum", "optimum"]
-
 
 class Optimum(NamedTuple):
-    """The best step there is for one number of stages and one micro-batch.
-
-    Args:
-        seconds: of the step; infinite where nothing fits.
-        bound: what no plan goes below, proven; equal to it but for the solver's tolerance.
-    """
+    """Seconds of the best step, infinite where nothing fits, and a proven lower bound."""
 
     seconds: float
     bound: float
@@ -54,10 +47,7 @@ class _Rows:
 def optimum(search: StageSearch, *, above: float = math.inf, timeout_s: float = 60.0) -> Optimum:
     """The least seconds of a step over every cut and every strategy of every layer.
 
-    Args:
-        search: layers, strategies, stages, micro-batch and memory.
-        above: a step that is known; where the relaxed programme is no better, nothing is solved.
-        timeout_s: after which the solver stops.
+    Nothing is solved where the relaxed programme is no better than ``above``, a step that is known.
     """
     layers, pp, m = search.layers, search.pp, search.microbatches
     count = len(layers)

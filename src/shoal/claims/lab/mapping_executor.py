@@ -23,19 +23,10 @@ from shoal.memory.tiers.mover import EmulatedLink, Mover, Ticket
 from shoal.memory.tiers.tier import BudgetedTier, TierBlock
 from shoal.plan.mapping.layout import DROP, CopyTime, Mapping, Rectangle, verify
 
-__all__ = ["ExecutionResult", "execute"]
-
 
 @dataclass(frozen=True)
 class ExecutionResult:
-    """One run.
-
-    Args:
-        seconds: from the first instruction to the last, with outputs in slow memory.
-        outputs: of the model.
-        read: bytes that instructions read from or wrote to slow memory.
-        copied: bytes that copies moved.
-    """
+    """Seconds, outputs, bytes that instructions had of slow memory, bytes that were copied."""
 
     seconds: float
     outputs: tuple[Tensor, ...]

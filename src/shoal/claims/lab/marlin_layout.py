@@ -23,16 +23,6 @@ import numpy.typing as npt
 
 from shoal.core.errors import KernelError
 
-__all__ = [
-    "CODE_ORDER",
-    "SCALE_ORDER",
-    "SCALE_ORDER_CHANNEL",
-    "order_scales",
-    "pack",
-    "restore_scales",
-    "unpack",
-]
-
 _Codes = npt.NDArray[np.uint8]
 _Words = npt.NDArray[np.int32]
 _Half = npt.NDArray[np.float16]

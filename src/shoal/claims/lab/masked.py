@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.parallel.protocols import Comm
 
-__all__ = ["layer_routes", "masked_backward", "one_process_masked", "same_as_masked", "visiting"]
-
 
 @contextmanager
 def visiting(model: Transformer, layers: Sequence[int]) -> Iterator[None]:
@@ -52,12 +50,7 @@ def visiting(model: Transformer, layers: Sequence[int]) -> Iterator[None]:
 
 
 def layer_routes(shape: ModelShape, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Numbers of the layers that each micro-batch visits, in order.
-
-    Args:
-        shape: the model.
-        schedule: whose routes they are.
-    """
+    """Numbers of the layers that each micro-batch of a schedule visits, in order."""
     cells = cells_for(shape, schedule, vocab_split="none")
     return tuple(
         tuple(layer for stage in schedule.route(mb) for layer in cells[schedule.cell_of[stage]])
@@ -75,15 +68,8 @@ def masked_backward(
 ) -> float:
     """Forward and backward passes of one step; adds to the gradients, which begin as nothing.
 
-    Args:
-        model: all of the model.
-        rows: the global batch; the rows of every replica are cut evenly into micro-batches.
-        routes: layers that each micro-batch of a replica visits.
-        replicas: data-parallel replicas.
-        dropout: as in training.
-
-    Returns:
-        Mean loss of the counted tokens, each by the layers of its own route.
+    ``rows`` of every replica are cut evenly into micro-batches, one for each of ``routes``. Returns
+    the mean loss of the counted tokens, each by the layers of its own route.
     """
     size = len(rows.inputs) // (replicas * len(routes))
     count = int((rows.targets != -100).sum())

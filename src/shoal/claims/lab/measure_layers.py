@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["measure_layers", "profile_of"]
-
 _TAG = "probe"
 # A middle stage of so many blocks is timed, and a share of it is a block.
 _BLOCKS = 2
@@ -61,19 +59,9 @@ def measure_layers(
 ) -> dict[str, Any]:
     """Times on this rank, as plain JSON; all ranks call it, and compute side by side.
 
-    Args:
-        comm: all ranks.
-        config: the model's configuration.
-        seq_len: tokens of a sequence, T.
-        sizes: sequences of a pass.
-        tps: degrees of tensor parallelism.
-        repeats: samples of each time.
-        optimizer: whose update is timed.
-
-    Returns:
-        ``passes``: layer/tp -> rows of sequences, T, forward s, backward s; ``links``: op -> rows
-        of bytes that a rank sends, s; ``compute_slowdown`` and ``communication_slowdown`` while
-        both are under way; ``per_parameter_s``.
+    Returns ``passes``: layer/tp -> rows of sequences, T, forward s, backward s; ``links``: op ->
+    rows of bytes that a rank sends, s; ``compute_slowdown`` and ``communication_slowdown`` while
+    both are under way; ``per_parameter_s``.
     """
     passes: dict[str, list[list[float]]] = {}
     for tp in tps:
@@ -102,12 +90,7 @@ def measure_layers(
 
 
 def profile_of(ranks: Sequence[Mapping[str, Any]], *, step_s: float = 0.0) -> LayerProfile:
-    """The fits of what all ranks have measured; of each time the slowest rank's.
-
-    Args:
-        ranks: what :func:`measure_layers` returned on each of them.
-        step_s: seconds of a step that belong to no layer.
-    """
+    """The fits of what :func:`measure_layers` returned; of each time the slowest rank's."""
     forward: dict[str, PassFit] = {}
     backward: dict[str, PassFit] = {}
     for name in ranks[0]["passes"]:

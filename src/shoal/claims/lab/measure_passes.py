@@ -37,17 +37,6 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = [
-    "MeasuredPasses",
-    "PlaceholderWeights",
-    "SingleRankComm",
-    "batch",
-    "measure_link",
-    "measure_passes",
-    "pass_costs",
-    "send_times",
-]
-
 # What a rank receives from peers that are not there: nothing that slows arithmetic down.
 _RECEIVED = 0.01
 
@@ -65,10 +54,6 @@ class SingleRankComm:
 
     Sends and sums cost nothing, and receives give a constant at once: for timing what one rank
     computes, never for results.
-
-    Args:
-        rank: this rank.
-        world: number of ranks that it believes in.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -133,11 +118,7 @@ class SingleRankComm:
 
 
 class PlaceholderWeights:
-    """Weights that are made in no time, for runs that are timed; the same on every rank.
-
-    Args:
-        config: the model.
-    """
+    """Weights that are made in no time, for runs that are timed; the same on every rank."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -173,12 +154,7 @@ def batch(job: TrainJob, vocab_size: int) -> ReplicaSequences:
 
 
 class MeasuredPasses(NamedTuple):
-    """What the passes of one job cost.
-
-    Args:
-        rounds: costs by round; a pass's seconds are its median over the micro-batches.
-        parameter_bytes: by rank.
-    """
+    """Costs of the passes of one job by round, their medians over micro-batches; bytes by rank."""
 
     rounds: tuple[OpCosts, ...]
     parameter_bytes: tuple[int, ...]
@@ -260,12 +236,7 @@ def _step(engine: ParallelEngine, job: TrainJob, rows: ReplicaSequences) -> None
 
 
 def pass_costs(events: Sequence[Event], *, boundary_bytes: float = 0.0) -> OpCosts:
-    """Costs from the passes of a run: the median over the micro-batches of each pass.
-
-    Args:
-        events: of all ranks.
-        boundary_bytes: of one micro-batch.
-    """
+    """Costs from the passes of a run: the median over the micro-batches of each pass."""
     times: dict[str, dict[int, list[float]]] = {}
     for event in events:
         by_stage = times.setdefault(event.op.kind, {})
@@ -278,11 +249,7 @@ def pass_costs(events: Sequence[Event], *, boundary_bytes: float = 0.0) -> OpCos
 
 
 def measure_link(nbytes: int, *, repeats: int = 21) -> UniformLinks:
-    """The link between two processes of this machine, for messages of ``nbytes``.
-
-    Returns:
-        A link on which one such message takes the median time that it took.
-    """
+    """A link on which one message of ``nbytes`` takes what it does between two processes here."""
     times = run_processes(
         "shoal.claims.lab.measure_passes:send_times",
         2,
@@ -292,13 +259,7 @@ def measure_link(nbytes: int, *, repeats: int = 21) -> UniformLinks:
 
 
 def send_times(comm: Any, *, nbytes: int, repeats: int) -> list[float]:
-    """Seconds of one message from rank to rank: half of there and back; on both ranks.
-
-    Args:
-        comm: two ranks.
-        nbytes: of the message.
-        repeats: samples.
-    """
+    """Seconds of one message from rank to rank: half of there and back; on both ranks."""
     data = torch.zeros(max(1, nbytes // 4))
     other = 1 - comm.rank
     times = []

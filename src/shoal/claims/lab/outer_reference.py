@@ -15,8 +15,6 @@ from shoal.parallel.outer.averaging import Averaging
 from shoal.parallel.outer.co2 import CO2, CONST, EPS
 from shoal.parallel.outer.diloco import DiLoCo
 
-__all__ = ["simulate"]
-
 
 @dataclass
 class _State:
@@ -39,17 +37,9 @@ def simulate(
     workers: int,
     steps: int,
 ) -> list[list[Tensor]]:
-    """Train ``workers`` workers for ``steps`` steps each.
+    """Train ``workers`` workers by ``inner(worker, step, parameters)`` for ``steps`` steps each.
 
-    Args:
-        part: the outer update; its ``tau`` is a number.
-        start: the parameters that all begin with.
-        inner: ``inner(worker, step, parameters)`` makes one step of a worker, in place.
-        workers: how many.
-        steps: of each.
-
-    Returns:
-        The parameters at each round's start, which are those of all workers, and at the end.
+    Returns the parameters at each round's start, which are those of all workers, and at the end.
     """
     assert part.tau != "auto"
     state = _State([x.clone() for x in start])

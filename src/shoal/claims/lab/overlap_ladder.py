@@ -18,8 +18,6 @@ from shoal.cost.price.shares import passes_of
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, OpCosts, Work
 
-__all__ = ["BATCH_GROWTH", "TILES", "Rung", "ladder"]
-
 TILES = 4
 """Pieces in which a product and its collective pass by each other."""
 BATCH_GROWTH = 4
@@ -29,14 +27,7 @@ _FREE = 1e6
 
 @dataclass(frozen=True)
 class Rung:
-    """One state of the ladder.
-
-    Args:
-        name: what was added.
-        step_s: seconds of a step.
-        tokens_per_s: of the whole job.
-        mfu: model FLOP/s over the devices' peak.
-    """
+    """What was added, seconds of a step, tokens a second of the job, model FLOP/s over the peak."""
 
     name: str
     step_s: float

@@ -24,18 +24,10 @@ from shoal.cost.network.flows import Flows
 from shoal.cost.network.simulate import simulate
 from shoal.plan.paths.compare import busiest, plan_paths
 
-__all__ = ["JobTimes", "rings_of_jobs", "times_of_jobs"]
-
 
 @dataclass(frozen=True)
 class JobTimes:
-    """What the jobs of a fabric take under one planner.
-
-    Args:
-        planner: its name.
-        job_s: seconds of the all-reduce of each job, all running at once.
-        busiest: most connections on one link between leaf and spine.
-    """
+    """Seconds of each job's all-reduce, all at once; most connections on one link."""
 
     planner: str
     job_s: tuple[float, ...]

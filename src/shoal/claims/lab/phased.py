@@ -18,17 +18,9 @@ from pydantic import NonNegativeFloat, PositiveInt, model_validator
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError, require
 
-__all__ = ["DecodeLine", "Phased", "PromptLine"]
-
 
 class PromptLine(Value):
-    """Seconds of a step of prompts.
-
-    Args:
-        step: s of any step.
-        token: s of a token.
-        square: s of a token squared, summed over prompts.
-    """
+    """Seconds of any step, of a token, and of a token squared, summed over prompts."""
 
     step: NonNegativeFloat
     token: NonNegativeFloat
@@ -36,13 +28,7 @@ class PromptLine(Value):
 
 
 class DecodeLine(Value):
-    """Seconds of a step of decodes.
-
-    Args:
-        step: s of any step.
-        key: s of a token of context, summed over requests.
-        request: s of a request.
-    """
+    """Seconds of any step, of a token of context and of a request, summed over requests."""
 
     step: NonNegativeFloat
     key: NonNegativeFloat
@@ -50,14 +36,7 @@ class DecodeLine(Value):
 
 
 class Phased(Value):
-    """Seconds of a step by lines for its phases.
-
-    Args:
-        prefill: of prompts.
-        decode: of decodes.
-        large: of decodes, from ``large_from`` requests on; None for the same line.
-        large_from: requests of a large batch.
-    """
+    """Seconds of a step by lines for its phases; from ``large_from`` requests on by ``large``."""
 
     prefill: PromptLine
     decode: DecodeLine

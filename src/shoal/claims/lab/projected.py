@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["linformer", "projected_attention"]
-
 
 def projected_attention(
     q: Tensor, k: Tensor, v: Tensor, key_map: Tensor, value_map: Tensor, comm: Comm

@@ -14,8 +14,6 @@ from torch import Tensor
 from shoal.parallel.context.run.block import wide
 from shoal.parallel.protocols import Comm
 
-__all__ = ["projected"]
-
 
 class _SumOfShares(torch.autograd.Function):
     """The sum over all ranks; every rank uses it, so its gradient is a sum as well."""

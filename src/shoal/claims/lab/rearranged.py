@@ -14,8 +14,6 @@ from shoal.core.errors import require
 from shoal.plan.placement.owners import even_owners, in_order, only_owners
 from shoal.plan.placement.protocols import Again, Devices, Flags, Floats, Ints, LinkBudget
 
-__all__ = ["RearrangedPlacement"]
-
 
 @dataclass(frozen=True)
 class RearrangedPlacement:

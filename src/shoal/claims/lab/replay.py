@@ -29,8 +29,6 @@ from shoal.plan.placement.protocols import (
 )
 from shoal.plan.placement.routing import routed
 
-__all__ = ["ExpertCosts", "ReplayResult", "gini", "replay"]
-
 # Of a forward pass, what a backward pass computes.
 _BACKWARD = 2.0
 
@@ -77,21 +75,10 @@ class ExpertCosts:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a trace took.
-
-    Args:
-        imbalance: [S, L] rows of the busiest device over the mean.
-        seconds: [S] s of each step.
-        copies: [S, L] of experts, on all devices.
-        gathered_bytes: of copies, all steps and devices together, forward.
-        moved_bytes: of experts that got another owner.
-    """
+    """[S, L] rows of the busiest device over the mean, and [S] seconds of each step."""
 
     imbalance: Floats
     seconds: Floats
-    copies: Ints
-    gathered_bytes: float
-    moved_bytes: float
 
 
 def replay(
@@ -117,16 +104,13 @@ def replay(
     )
     known = [LoadForecast(experts) for _ in range(layers)]
     owner_LE = np.stack([placer.owners(one.loads_E, devices) for one in known])
-    imbalance, copies = np.ones((steps, layers)), np.zeros((steps, layers), dtype=np.int64)
-    seconds = np.zeros(steps)
-    gathered = moved = 0.0
+    imbalance, seconds = np.ones((steps, layers)), np.zeros(steps)
     for step in range(steps):
         if placer.every and step and step % placer.every == 0:
             for layer, one in enumerate(known):
                 new_E = placer.owners(one.loads_E, devices, owner_LE[layer])
                 carried = _carried(owner_LE[layer], new_E, devices) * costs.state_bytes
                 seconds[step] += costs.wire_s(carried, devices)
-                moved += carried.sum()
                 owner_LE[layer] = new_E
         for layer, one in enumerate(known):
             owner_E, counts_DE = owner_LE[layer], counts_SLDE[step, layer]
@@ -144,10 +128,8 @@ def replay(
             )
             seconds[step] += forward + backward
             imbalance[step, layer] = rows_N.max() / max(1e-9, rows_N.mean())
-            copies[step, layer] = held_EN.sum() - experts
-            gathered += fetched.sum()
             one.see(counts_DE.sum(0))
-    return ReplayResult(imbalance, seconds, copies, float(gathered), float(moved))
+    return ReplayResult(imbalance, seconds)
 
 
 def _carried(old_E: Ints, new_E: Ints, devices: Devices) -> Floats:
@@ -167,11 +149,3 @@ def _fetched(owner_E: Ints, held_EN: Flags, devices: Devices) -> Floats:
         array[source, device] += 1.0
         have_EN[expert, device] = True
     return array
-
-
-def gini(loads: Ints | Floats) -> float:
-    """How uneven loads are along the last axis, 0 for even ones; the mean over all others."""
-    rising = np.sort(np.asarray(loads, dtype=np.float64), axis=-1)
-    count = rising.shape[-1]
-    weights = 2 * np.arange(1, count + 1) - count - 1
-    return float(((rising * weights).sum(-1) / (count * rising.sum(-1).clip(1e-9))).mean())

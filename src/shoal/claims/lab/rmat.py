@@ -12,8 +12,6 @@ from scipy.sparse import coo_array, csr_array
 from shoal.core.errors import require
 from shoal.core.random import generator
 
-__all__ = ["GRAPH500", "grid", "rmat"]
-
 GRAPH500 = (0.57, 0.19, 0.19, 0.05)
 
 

@@ -20,8 +20,6 @@ import numpy as np
 
 from shoal.core.errors import PlanError, require
 
-__all__ = ["BIG", "SKIP", "SMALL", "OracleResult", "best", "difficulty", "patterns", "search"]
-
 BIG, SMALL, SKIP = 0, 1, 2
 _MOST = 3**8
 

@@ -33,16 +33,6 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.parallel.protocols import Comm, LocalParameter
 
-__all__ = [
-    "Comparison",
-    "SeededWeights",
-    "TrainingOutcome",
-    "compare",
-    "one_process",
-    "same_as_one",
-    "tokens",
-]
-
 # Relative errors allowed: of a tensor's largest element, by dtype of the weights.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 
@@ -95,14 +85,7 @@ class SeededWeights:
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What some steps of training did.
-
-    Args:
-        losses: mean loss of every step.
-        norms: global gradient norm of every step, before clipping.
-        gradients: name -> whole gradient of the first step, before clipping.
-        parameters: name -> whole parameter after the last step.
-    """
+    """Losses and gradient norms of every step; first gradients, last parameters, whole."""
 
     losses: list[float]
     norms: list[float]

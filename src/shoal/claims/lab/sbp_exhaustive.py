@@ -22,8 +22,6 @@ from shoal.ir.placement import (
 from shoal.ir.signatures import MeshSignature, legal, operation
 from shoal.plan.sbp.search import MeshRates, OpGraph
 
-__all__ = ["least_seconds", "transitions"]
-
 
 def transitions(
     shape: tuple[int, ...], mesh: Mesh, reductions: tuple[Reduction, ...]

@@ -21,18 +21,9 @@ if TYPE_CHECKING:
     from shoal.parallel.tensor.rows import WeightSource
     from shoal.train.protocols import Updater
 
-__all__ = ["RankSession"]
-
 
 class RankSession:
-    """The engine and the optimizer of a job, on one rank.
-
-    Args:
-        comm: all ranks.
-        job: what is trained.
-        config: the model.
-        weights: what it starts from; some that are made in no time, if not given.
-    """
+    """The engine and the optimizer of a job, on one rank; weights in no time, if none are given."""
 
     def __init__(
         self, comm: Comm, job: TrainJob, config: ModelConfig, weights: WeightSource | None = None
@@ -61,10 +52,7 @@ class RankSession:
     ) -> Tensor:
         """Forward and backward passes and the sums of gradients; this rank's loss, summed.
 
-        Args:
-            rows: of this rank's replica.
-            count: tokens by which losses are divided; those of ``rows`` if not given.
-            record: keep the times of passes.
+        Losses are divided by ``count`` tokens; ``record`` keeps the times of passes.
         """
         size, tokens = self.job.microbatch or len(rows.inputs), count or rows.targets.numel()
         loss = self.engine.backward(rows, size, tokens, record=record)
@@ -76,11 +64,8 @@ class RankSession:
     ) -> Tensor:
         """A training step as the trainer makes it; this rank's loss, summed over its tokens.
 
-        Args:
-            rows: of this rank's replica, of a step.
-            factor: of the learning rate.
-            total: steps of the run.
-            record: keep the times of passes.
+        The learning rate has ``factor``, the run ``total`` steps; ``record`` keeps the times of
+        passes.
         """
         count = self.job.global_batch * self.job.seq_len // self.engine.workers
         loss = self.passes(rows, count=count, record=record)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from shoal.claims.lab.concurrent import ConcurrentText
     from shoal.model.transformer import Transformer
 
-__all__ = ["CONFIG", "END", "MOST", "TAGS", "SumsProblem", "problem", "read", "trained", "written"]
-
 MOST = 8
 """Most sums of a prompt."""
 
@@ -65,12 +63,7 @@ _ALONE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class SumsProblem:
-    """Sums to share out.
-
-    Args:
-        prompt: its tokens.
-        results: label -> what a worker writes for it: the label and the digits of the result.
-    """
+    """Tokens of a prompt; label of each sum -> what is written for it, label and digits."""
 
     prompt: tuple[int, ...]
     results: dict[int, tuple[int, ...]]

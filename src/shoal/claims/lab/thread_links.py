@@ -24,8 +24,6 @@ from shoal.core.errors import require
 from shoal.core.meter import Meter
 from shoal.parallel.protocols import Pending
 
-__all__ = ["LinkComm", "Links", "run_linked"]
-
 _T = TypeVar("_T")
 
 

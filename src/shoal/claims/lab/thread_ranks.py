@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Pending
 
-__all__ = ["PendingCollective", "PendingMessage", "ThreadComm", "ThreadWorld", "run_ranks"]
-
 _T = TypeVar("_T")
 
 

@@ -22,8 +22,6 @@ from shoal.kernel.tile.ir import Expr, Global, Register, Shared, TileProgram
 from shoal.kernel.tile.types import TileType
 from shoal.kernel.tile.verify import places
 
-__all__ = ["interpret", "numbers", "torch_dtype"]
-
 _TORCH = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,

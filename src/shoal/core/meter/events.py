@@ -9,8 +9,6 @@ from typing import Any
 
 from shoal.core.errors import StoreError
 
-__all__ = ["EventTail", "read_events"]
-
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """The events of a JSON-lines file in their order.

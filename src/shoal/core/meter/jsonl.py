@@ -17,8 +17,6 @@ from typing import Any, BinaryIO
 from shoal.core.errors import StoreError
 from shoal.core.parts import part
 
-__all__ = ["JsonlSink"]
-
 
 @part
 class JsonlSink:

@@ -18,8 +18,6 @@ from typing import Any, Self
 
 from shoal.core.meter.protocols import Sink, SinkWriter, spelled
 
-__all__ = ["Meter"]
-
 
 class Meter:
     """Takes measurements of a run and hands them to every sink. Safe to use from threads.

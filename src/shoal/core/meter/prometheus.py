@@ -19,8 +19,6 @@ from shoal.core.extras import import_extra
 from shoal.core.files import write_atomic
 from shoal.core.parts import part
 
-__all__ = ["Prometheus"]
-
 _Key = tuple[tuple[str, str], ...]
 
 

@@ -12,10 +12,8 @@ from typing import Any
 
 from shoal.core.errors import StoreError
 from shoal.core.extras import import_extra
-from shoal.core.meter.protocols import spelled
+from shoal.core.meter.protocols import curves_of, spelled
 from shoal.core.parts import part
-
-__all__ = ["TensorBoard"]
 
 
 @part
@@ -65,18 +63,9 @@ class TensorBoardWriter:
 
     def event(self, record: Mapping[str, Any], labels: Mapping[str, str]) -> None:
         """Draw the numeric fields of an event that names its step."""
-        step = record.get("step")
-        if not isinstance(step, int):
-            return
-        self._step = step
-        curves = {
-            f"{record['kind']}/{field}": float(value)
-            for field, value in record.items()
-            if field not in ("time", "step")
-            and isinstance(value, (int, float))
-            and not isinstance(value, bool)
-        }
+        curves = curves_of(record)
         if curves:
+            self._step = record["step"]
             self._draw(curves, record["time"])
 
     def counter(self, name: str, total: float, labels: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ POOLS = PartTable(
         "ray": "shoal.core.pool.ray:RayPool",
     },
     about=(
-        "Where plain functions and actors run. Chosen by `launcher` of a serving job, or "
+        "Where functions and actors run. Chosen by `launcher` of a serving job, or "
         "`shoal serve --launcher`, and in Python, through `shoal.core.pool`."
     ),
     protocol="shoal.core.pool.protocols:PoolPart",

@@ -40,8 +40,6 @@ from shoal.core.pool.remote import (
     unpack_outcome,
 )
 
-__all__ = ["LocalActor", "LocalPool"]
-
 _T = TypeVar("_T")
 _READY = b"ready"
 # How long a Ctrl-C can go unnoticed that comes just as a wait begins.

@@ -17,8 +17,6 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from shoal.core.errors import RankError
 
-__all__ = ["START_S", "Actor", "ActorResources", "Pool", "PoolPart", "await_object", "ordered_map"]
-
 START_S = 600.0
 """s that a process may take to import what it needs and to make the object of an actor."""
 
@@ -44,11 +42,9 @@ class Actor(Protocol):
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of the object."""
-        ...
 
     def close(self) -> None:
         """End the process; calls that have not finished fail."""
-        ...
 
 
 @runtime_checkable
@@ -58,7 +54,6 @@ class Pool(Protocol):
     @property
     def num_nodes(self) -> int:
         """Machines over which its actors are spread."""
-        ...
 
     def submit(self, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
         """Call ``function`` on some worker.
@@ -66,11 +61,9 @@ class Pool(Protocol):
         Raises:
             ConfigError: the function or an argument cannot be sent.
         """
-        ...
 
     def map(self, function: Callable[..., _T], /, *iterables: Iterable[Any]) -> Iterator[_T]:
         """Results in the order of the arguments; the first error ends the iteration."""
-        ...
 
     def actor(self, cls: type[Any], /, *args: Any, **kwargs: Any) -> Actor:
         """Construct an object in a process of its own, beside the workers.
@@ -78,11 +71,9 @@ class Pool(Protocol):
         Raises:
             Exception: what the constructor raised.
         """
-        ...
 
     def close(self, *, now: bool = False) -> None:
         """Finish what was submitted, or give it up ``now``, and end all processes."""
-        ...
 
     def __enter__(self) -> Self: ...
 
@@ -107,7 +98,6 @@ class PoolPart(Protocol):
         Raises:
             MissingExtraError: an optional package is not installed.
         """
-        ...
 
 
 def ordered_map(

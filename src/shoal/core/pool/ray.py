@@ -39,8 +39,6 @@ from shoal.core.pool.remote import (
 )
 from shoal.core.pool.session import PoolSession
 
-__all__ = ["RayPool"]
-
 _T = TypeVar("_T")
 
 

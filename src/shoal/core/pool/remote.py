@@ -12,16 +12,6 @@ from typing import Any
 
 from shoal.core.errors import ConfigError, RankError
 
-__all__ = [
-    "Dumps",
-    "construct",
-    "name_of",
-    "pack_call",
-    "run_call",
-    "run_method",
-    "unpack_outcome",
-]
-
 Dumps = Callable[[Any], bytes]
 """How a value becomes a pickle; a worker may not have all modules of the caller."""
 

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from shoal.core import children
 
-__all__ = ["PoolSession", "end_those_in"]
-
 # Names of sockets below it have some 68 characters, and a socket's path has at most 107.
 _LONGEST = 36
 _LEAVE_S = 20.0

@@ -27,8 +27,7 @@ import jinja2
 from markupsafe import Markup
 
 from shoal.core.errors import ConfigError, require
-
-__all__ = ["Drawing", "NavigationLink", "WebSite", "asset", "render"]
+from shoal.core.sizes import human_bytes
 
 _HERE = Path(__file__).parent
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9]+)+")
@@ -48,7 +47,6 @@ class Drawing(Protocol):
 
     def render(self) -> str:
         """The SVG element as text, with everything in it escaped."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -207,14 +205,8 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """An amount of memory: ``812 B``, ``1.5 GiB``; a dash for None."""
-    if value is None:
-        return "–"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
+    """An amount of memory: ``812 B``, ``1.50 GB``; a dash for None."""
+    return "–" if value is None else human_bytes(value)
 
 
 def status(name: str) -> str:

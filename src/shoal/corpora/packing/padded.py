@@ -7,20 +7,15 @@ Shapes: N windows of T + 1 tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from shoal.core.parts import part
-from shoal.corpora.protocols import data_time
+from shoal.corpora.protocols import WindowTokens, data_time
 from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
-
-if TYPE_CHECKING:
-    from shoal.corpora.tokens import TokenSplit
-
-__all__ = ["PaddedPacking"]
 
 
 @part
@@ -31,14 +26,16 @@ class PaddedPacking:
     text, which is learned like any token; of a longer document the rest is never read.
     """
 
-    traits: ClassVar[frozenset[str]] = frozenset({"one_document", "separates_documents"})
+    traits: ClassVar[frozenset[str]] = frozenset(
+        {"keeps_beginnings", "one_document", "separates_documents"}
+    )
 
-    def num_windows(self, split: TokenSplit, seq_len: int) -> int:
+    def num_windows(self, split: WindowTokens, seq_len: int) -> int:
         """Windows of one epoch: documents."""
         return split.num_documents
 
     def fill(
-        self, split: TokenSplit, windows_N: np.ndarray, *, seq_len: int, seed: int, epoch: int
+        self, split: WindowTokens, windows_N: np.ndarray, *, seq_len: int, seed: int, epoch: int
     ) -> tuple[np.ndarray, None]:
         """Tokens int64 [N, T+1]; no document ids."""
         tokens = np.full((len(windows_N), seq_len + 1), split.end_of_text, dtype=np.int64)

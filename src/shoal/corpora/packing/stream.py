@@ -6,21 +6,14 @@ Shapes: N windows of T + 1 tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from shoal.core.parts import part
 from shoal.core.random import seed64
-from shoal.corpora.protocols import data_time
+from shoal.corpora.protocols import WindowTokens, data_time
 from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
-
-if TYPE_CHECKING:
-    from shoal.corpora.tokens import TokenSplit
-
-__all__ = ["StreamPacking"]
 
 
 @part
@@ -33,12 +26,12 @@ class StreamPacking:
     less than one window, stays unread in it.
     """
 
-    def num_windows(self, split: TokenSplit, seq_len: int) -> int:
+    def num_windows(self, split: WindowTokens, seq_len: int) -> int:
         """Windows of one epoch."""
         return max(0, len(split) - 1) // seq_len
 
     def fill(
-        self, split: TokenSplit, windows_N: np.ndarray, *, seq_len: int, seed: int, epoch: int
+        self, split: WindowTokens, windows_N: np.ndarray, *, seq_len: int, seed: int, epoch: int
     ) -> tuple[np.ndarray, None]:
         """Tokens int64 [N, T+1]; no document ids."""
         size = len(split)

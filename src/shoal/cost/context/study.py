@@ -14,11 +14,9 @@ from shoal.core.counts import Count
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.sizes import human_bytes
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.cost.context.ways import ContextOption, Duplex, Links, advise_context
 from shoal.ir import Explanation, Link, Machine, Progress
-
-__all__ = ["ContextStudy"]
 
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
 _HALF = (
@@ -30,10 +28,10 @@ _Positive = Annotated[int, Ge(1)]
 
 @part
 class ContextStudy:
-    """Rank the ways for ranks to share one long sequence, and say why.
+    """Rank the context-parallel methods for one long sequence.
 
-    Bytes on the busiest link, seconds on the wire, seconds that computation does not hide, and
-    what a rank holds besides its own share, of one layer.
+    Shows for one layer the bytes on the busiest link, communication time, exposed time, and extra
+    memory of a rank.
 
     **Examples**
 
@@ -139,8 +137,8 @@ def _row(place: int, row: ContextOption) -> tuple[str, ...]:
     if row.possible:
         numbers = (
             human_bytes(row.forward_bytes + row.backward_bytes),
-            f"{1e3 * row.seconds:,.3g} ms",
-            f"{1e3 * row.exposed_s:,.3g} ms",
+            f"{digits(1e3 * row.seconds)} ms",
+            f"{digits(1e3 * row.exposed_s)} ms",
             human_bytes(row.buffer_bytes),
         )
     return (str(place) if row.possible else "-", name, *numbers, "; ".join(row.reasons))

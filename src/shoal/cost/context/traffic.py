@@ -30,16 +30,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = [
-    "ContextTraffic",
-    "SentElements",
-    "ring_traffic",
-    "tokenring_traffic",
-    "ulysses_traffic",
-    "usp_traffic",
-    "wide_bytes",
-]
-
 
 def wide_bytes(itemsize: int) -> int:
     """Bytes of a wide element beside inputs of ``itemsize`` bytes."""

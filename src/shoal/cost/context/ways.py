@@ -21,18 +21,6 @@ from shoal.cost.context.traffic import (
 )
 from shoal.ir.machine import Link
 
-__all__ = [
-    "ContextOption",
-    "Duplex",
-    "Links",
-    "SplitMemory",
-    "advise_context",
-    "attention_memory",
-    "layer_memory",
-    "link_bytes",
-    "mlp_memory",
-]
-
 Split = Literal["sequence", "tensor"]
 Links = Literal["switch", "mesh", "ring"]
 Duplex = Literal["full", "half"]

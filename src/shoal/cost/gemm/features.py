@@ -18,8 +18,6 @@ from shoal.core.config import Value
 from shoal.core.errors import ConfigError
 from shoal.machine.probes.gemm_table import DTYPE_BYTES, GemmPoint, GemmShape
 
-__all__ = ["FEATURES", "Roofs", "features", "roofs"]
-
 FEATURES = (
     "log_M",
     "log_N",
@@ -107,12 +105,7 @@ class Roofs(Value):
 
 
 def roofs(points: Sequence[GemmPoint], caches: dict[str, float] | None = None) -> Roofs:
-    """The limits that measured products show.
-
-    Args:
-        points: a sweep, or the part of it that may be looked at.
-        caches: level -> bytes.
-    """
+    """The limits that measured products show."""
     compute: dict[str, float] = {}
     bandwidth: dict[str, float] = {}
     for point in points:

@@ -15,8 +15,6 @@ from shoal.core.errors import ConfigError, require
 from shoal.core.extras import import_extra
 from shoal.core.random import seed64
 
-__all__ = ["Forest", "fit_forest"]
-
 
 @dataclass(frozen=True, eq=False)
 class Forest:

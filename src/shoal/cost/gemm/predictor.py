@@ -35,16 +35,6 @@ from shoal.cost.price.rates import RankRates
 from shoal.ir import Interval, Machine, Parallel
 from shoal.machine.probes.gemm_table import TILES, GemmPoint, GemmShape, GemmTable, telling
 
-__all__ = [
-    "GemmPrediction",
-    "GemmPredictor",
-    "by_rates",
-    "fit",
-    "grouped_folds",
-    "predictor_path",
-    "stored",
-]
-
 # Points below which a forest learns noise.
 FEWEST = 60
 # Points with measured watts from which the draw is learnt.
@@ -70,7 +60,6 @@ class GemmPrediction(Value):
     """What a product costs.
 
     Args:
-        shape: the product.
         seconds: time of one product, operands where the last call left them.
         tflops: 10^12 operations a second.
         watts: draw of the machine meanwhile; None when unknown.
@@ -305,11 +294,13 @@ class GemmPredictor:
             result = np.frombuffer(raw[place.start : place.stop], dtype=kinds[place.dtype])
             arrays[name] = result.reshape(place.shape)
         if "facts" not in arrays:
-            raise StoreError(f"{path}: it is no predictor of products; run: shoal probe gemm")
+            raise StoreError(
+                f"{path}: it is not a predictor of matrix products; run: shoal probe gemm"
+            )
         try:
             text = json.loads(arrays.pop("facts").tobytes().decode())
         except ValueError as cause:
-            raise StoreError(f"{path}: its facts are damaged; run: shoal probe gemm") from cause
+            raise StoreError(f"{path}: its metadata is damaged; run: shoal probe gemm") from cause
         prefix = "power."
         power = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
         return cls(

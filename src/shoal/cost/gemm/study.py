@@ -9,20 +9,18 @@ from pydantic import PositiveInt
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.cost.gemm.predictor import GemmPrediction, GemmPredictor, by_rates, predictor_path
 from shoal.ir import Explanation, Interval, Machine, Progress
 from shoal.machine import host
 from shoal.machine.probes.gemm_table import GemmShape
-
-__all__ = ["GemmStudy"]
 
 
 @part
 class GemmStudy:
     """Predict time, rate and energy of one product, from the sweep of `shoal probe gemm`.
 
-    A machine that is named, which nobody swept, answers by the rates that it was described with.
+    For a described machine without a sweep, its rates are used.
 
     **Examples**
 
@@ -130,7 +128,7 @@ class GemmStudy:
             if gpu
             else f"at most {cores}, the cores of {machine.name}",
         )
-        said = f"by the rates that {machine.name} is described with; nobody swept it"
+        said = f"by the rates that {machine.name} is described with; it was not swept"
         return [by_rates(self._shape(cores), machine)], said
 
 
@@ -139,7 +137,7 @@ def _row(one: GemmPrediction, other: str) -> tuple[str, ...]:
         str(one.shape.tile or other),
         _span(one.seconds, 1e6, "us"),
         _span(one.tflops, 1.0, ""),
-        f"{1e6 * one.roofline_s:,.3g} us",
+        f"{digits(1e6 * one.roofline_s)} us",
         _span(one.watts, 1.0, "W") if one.watts else "unknown",
         _span(one.joules, 1e3, "mJ") if one.joules else "unknown",
     )
@@ -147,5 +145,5 @@ def _row(one: GemmPrediction, other: str) -> tuple[str, ...]:
 
 def _span(interval: Interval, scale: float, unit: str) -> str:
     """Value and 90 % interval."""
-    low, value, high = (f"{scale * x:,.3g}" for x in (interval.low, interval.value, interval.high))
+    low, value, high = (digits(scale * x) for x in (interval.low, interval.value, interval.high))
     return f"{value} {unit}".rstrip() + f" ({low} .. {high})"

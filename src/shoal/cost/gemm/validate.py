@@ -23,8 +23,6 @@ from shoal.cost.gemm.features import FEATURES, features
 from shoal.cost.gemm.predictor import GemmPredictor, fit, grouped_folds
 from shoal.machine.probes.gemm_table import TILES, GemmPoint, GemmTable
 
-__all__ = ["SPLITS", "HeldOut", "TileChoice", "held_out", "importance", "r2", "tile_choices"]
-
 SPLITS = ("random", "grouped", "extrapolate")
 FOLDS = 5
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from shoal.core.errors import MachineError
 from shoal.ir import Machine
 
-__all__ = ["CALIBRATED", "Accelerator", "Generation", "GpuCalibration", "generation_of", "gpu_of"]
-
 
 @dataclass(frozen=True)
 class GpuCalibration:
@@ -27,9 +25,9 @@ class GpuCalibration:
     Args:
         gemm: share of the rate of a probed large product that products keep up in a step of
             seconds, where power, clocks and other kernels limit them.
-        gemm_low: the same of eight- and four-bit products.
+        gemm_low: the same for eight- and four-bit products.
         stream: share of the memory's rate that chains of elementwise operators reach.
-        wire: share of a link's rate that collectives reach.
+        wire: fraction of the link bandwidth that collectives reach.
         host: seconds of the host for one kernel, where the host, not the device, sets the pace.
     """
 
@@ -42,7 +40,7 @@ class GpuCalibration:
 
 # What the five named rows of the scoreboard give (shoal.cost.published.calibration.fitted).
 CALIBRATED = GpuCalibration(
-    gemm=0.8418, gemm_low=0.8791, stream=0.8026, wire=0.8068, host=8.194e-06
+    gemm=0.8615, gemm_low=0.8738, stream=0.8127, wire=0.8085, host=9.511e-06
 )
 
 
@@ -56,12 +54,14 @@ class Generation:
         attention: kernel -> shares of the peak of its (forward, backward) pass on long causal
             sequences with heads of 128.
         reach: share of the peak that a probed large product reaches on such a device.
+        half: tokens of a sequence at which the fastest kernel has half of its rate.
     """
 
     name: str
     units: int
     reach: float
     attention: dict[str, tuple[float, float]]
+    half: float = 700.0
 
 
 _FLASH_ONLY = {"flash1": (0.40, 0.36), "flash2": (0.45, 0.38)}
@@ -77,16 +77,22 @@ GENERATIONS: dict[str, Generation] = {
     "ada": Generation(
         "ada", 142, 0.75, {"flash1": (0.40, 0.36), "flash2": (0.60, 0.53), "best": (0.62, 0.55)}
     ),
-    # FlashAttention-3, figures 5 and 6: 370 and 330 of 989 by FlashAttention-2; 640 and 530 by 3.
+    # FlashAttention-3, figures 5 and 6: 370 and 330 of 989 by FlashAttention-2, backward 530 by 3.
+    # Forward passes, and from what length on kernels are fast: the kernel tables, 1024 to 16384.
     "hopper": Generation(
-        "hopper", 132, 0.803, {"flash1": (0.25, 0.22), "flash2": (0.38, 0.34), "best": (0.64, 0.53)}
+        "hopper",
+        132,
+        0.803,
+        {"flash1": (0.25, 0.22), "flash2": (0.38, 0.34), "best": (0.80, 0.60)},
+        half=1900.0,
     ),
-    # cuDNN 9.7 and later on a B200.
+    # Backward passes of cuDNN 9.7 and later on a B200.
     "blackwell": Generation(
         "blackwell",
         148,
         0.77,
-        {"flash1": (0.18, 0.15), "flash2": (0.25, 0.20), "best": (0.60, 0.45)},
+        {"flash1": (0.18, 0.15), "flash2": (0.25, 0.20), "best": (0.70, 0.51)},
+        half=2250.0,
     ),
     "cdna2": Generation("cdna2", 110, 0.767, {**_FLASH_ONLY, "best": (0.45, 0.38)}),
     "cdna3": Generation("cdna3", 304, 0.514, {**_FLASH_ONLY, "best": (0.35, 0.28)}),
@@ -134,6 +140,7 @@ class Accelerator:
         far_s: seconds of a small message outside.
         sustained: ``matmul`` was probed in runs so long that power limited it, as in a step.
         launch_s: seconds that a framework takes to launch one operator.
+        turns: cycles a second of all units together; 0 where they are not known.
     """
 
     name: str
@@ -149,6 +156,7 @@ class Accelerator:
     far_s: float = 6e-6
     sustained: bool = False
     launch_s: float = 5e-6
+    turns: float = 0.0
 
     @property
     def facts(self) -> Generation:
@@ -203,4 +211,10 @@ def gpu_of(machine: Machine) -> Accelerator:
         far_s=(far or either).latency_s if either else 6e-6,
         sustained=device.sustained,
         launch_s=device.op_overhead_s,
+        turns=device.peak_flops.get("fp32", 0.0) / (2.0 * _lanes(device.name)),
     )
+
+
+def _lanes(name: str) -> int:
+    """Lanes of a unit that add and multiply fp32 numbers."""
+    return 64 if re.search(r"V100|T4\b|A[18]00|MI2\d\d", name) else 128

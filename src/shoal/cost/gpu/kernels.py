@@ -16,8 +16,6 @@ import math
 
 from shoal.cost.gpu.device import Accelerator, GpuCalibration
 
-__all__ = ["attention_s", "gemm_s", "stream_s"]
-
 # Tiles of the library's kernels, and the share of the full rate that their inner loop reaches.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.80), (64, 64, 0.62))
 # Inner dimension at which filling and draining a tile's pipeline takes as long as its work.
@@ -128,6 +126,7 @@ def attention_s(
     flops = 2.0 * half * products
     table = gpu.facts.attention
     share = table.get(kernel, table["flash2"])[1 if backward else 0]
-    share *= min(1.0, 0.5 + head_dim / 256.0) * keys / (keys + HALF_RATE)
+    half = gpu.facts.half if kernel == "best" else HALF_RATE
+    share *= min(1.0, 0.5 + head_dim / 256.0) * keys / (keys + half)
     # The shares are of the peak of a device that reaches the generation's usual rate.
     return flops / (share * kept * gpu.rate("bf16") / gpu.facts.reach) + GAP_S

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from shoal.cost.gpu.device import Accelerator, GpuCalibration
 
-__all__ = ["ring_s"]
-
 # Hops of a ring are pipelined: the latency of one is this share of a small message's.
 HOP = 0.35
 

@@ -8,59 +8,14 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal.cost.arithmetic import linears
 from shoal.ir import ModelShape
 
-__all__ = [
-    "SHOAL",
-    "EngineSpec",
-    "Latent",
-    "Linear",
-    "Recompute",
-    "block_weights",
-    "latent_of",
-    "linear_of",
-    "whole_norm",
-    "window_of",
-]
-
-Recompute = Literal["none", "selective", "half", "full", "stage"]
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention: what a shape's heads do not say.
-
-    Args:
-        query: rank of the compressed queries; 0 if they are not compressed.
-        kv: rank of the compressed keys and values.
-        plain: width of a head without positions.
-        rotary: width of a head with positions, whose keys all heads share.
-        value: width of a head's values.
-    """
-
-    query: int
-    kv: int
-    plain: int
-    rotary: int
-    value: int
-
-
-@functools.cache
-def latent_of(shape: ModelShape) -> Latent | None:
-    """The latent attention that a shape's source describes, if it has one."""
-    if shape.attention != "MLA":
-        return None
-    result = {
-        key: int(match.group(1)) if (match := re.search(rf"\b{key} (\d+)", shape.source)) else 0
-        for key in ("q_lora", "kv_lora", "nope", "rope", "v")
-    }
-    if not result["kv_lora"]:
-        return None
-    return Latent(result["q_lora"], result["kv_lora"], result["nope"], result["rope"], result["v"])
+Recompute = Literal["none", "selective", "elementwise", "half", "full", "stage"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +52,12 @@ def window_of(shape: ModelShape) -> tuple[int, float]:
     return (int(match.group(1)), 0.5) if match else (0, 0.0)
 
 
+def groups_of(shape: ModelShape) -> tuple[int, int]:
+    """(groups of experts that a token may reach, all groups); (1, 1) where any expert may be."""
+    match = re.search(r"experts of (\d+) of (\d+) groups", shape.source)
+    return (int(match.group(1)), int(match.group(2))) if match else (1, 1)
+
+
 def whole_norm(shape: ModelShape) -> bool:
     """Queries and keys are normed over all heads together, not head by head."""
     return "norm over all heads" in shape.source
@@ -118,7 +79,9 @@ class EngineSpec:
         pipe_overlap: activations travel between stages behind computation.
         graphs: kernels are launched by recorded graphs, not one by one.
         fused_experts: experts run as grouped products, their tokens move in fused kernels.
-        dedup: tokens cross to another domain once for all experts there.
+        dedup: tokens cross to another domain once for all experts there, and are handed on inside.
+        expert_overlap: share of the exchange of experts' tokens that is hidden where the job says
+            overlap: experts; 0 where the passes of two micro-batches cannot take turns.
         loss_bytes: bytes that the loss reads and writes for one logit, forward and backward.
         optimizer_bytes: bytes that the update reads and writes for one parameter; 0 where the
             optimizer part of the job says it.
@@ -128,6 +91,13 @@ class EngineSpec:
             fp8-rows or fp4.
         again: what runs again where the job says nothing: none, selective (attention's inside) or
             half (of each block).
+        selective: what runs again where the job says selective: elementwise operators, or half: of
+            the products every other one too.
+        low: types of products that it has beside those of the compute type, each with the way in
+            which it quantises them.
+        copies: what is gathered is copied to the parameters, and gradients to what is sent.
+        masters: weights are held in the compute type, and the optimizer has those in fp32.
+        launched_as: the emitter in whose words it is launched; none for Shoal itself.
         window: keys that a query sees at most, 0 for all; and on which share of layers.
         uneven: blocks are cut so that the slowest stage is as fast as it can be, even where they
             divide evenly.
@@ -144,11 +114,17 @@ class EngineSpec:
     graphs: bool = False
     fused_experts: bool = True
     dedup: bool = False
+    expert_overlap: float = 0.0
     loss_bytes: float = 40.0
     optimizer_bytes: float = 30.0
     casts: bool = False
     products: str = ""
     again: Recompute = "none"
+    selective: Literal["elementwise", "half"] = "elementwise"
+    low: tuple[tuple[str, str], ...] = ()
+    copies: bool = False
+    masters: bool = False
+    launched_as: str = ""
     window: tuple[int, float] = (0, 0.0)
     uneven: bool = False
 
@@ -179,19 +155,9 @@ SHOAL = EngineSpec(
 @functools.cache
 def block_weights(shape: ModelShape) -> tuple[float, float, float]:
     """Weights of one dense block, of one sparse block without its experts, of its experts."""
-    D = shape.hidden
-    latent = latent_of(shape)
-    by = {x.name: x.N * x.K * x.copies for x in linears(shape)}
-    attention = by["qkv"] + by["attention_out"]
-    if latent:
-        H = shape.num_heads
-        wide = latent.plain + latent.rotary
-        attention = (
-            (D * latent.query + latent.query * H * wide if latent.query else D * H * wide)
-            + D * (latent.kv + latent.rotary)
-            + latent.kv * H * (latent.plain + latent.value)
-            + H * latent.value * D
-        )
-    dense = attention + by.get("ffn_in", 0) + by.get("ffn_out", 0)
-    rest = attention + by.get("router", 0) + by.get("shared_in", 0) + by.get("shared_out", 0)
-    return float(dense), float(rest), float(by.get("expert_in", 0) + by.get("expert_out", 0))
+    by: dict[str, float] = defaultdict(float)
+    for x in linears(shape):
+        # Of the rest of a block, only the dense feed-forward layer is counted.
+        by[x.name if x.role == "block" else x.role] += x.N * x.K * x.copies
+    dense = by["attention"] + by["ffn_in"] + by["ffn_out"]
+    return dense, by["attention"] + by["mixture"], by["expert"]

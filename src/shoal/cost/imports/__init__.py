@@ -23,7 +23,7 @@ LOGS = PartTable(
         "wandb": "shoal.cost.imports.wandb:WandbLog",
     },
     about=(
-        "The log of another engine, read as measured quantities. Chosen by `shoal score "
+        "Readers for the logs of other engines. Chosen by `shoal score "
         "--import`, with `--format` where it should not be guessed."
     ),
     protocol="shoal.cost.imports.protocols:LogReader",

@@ -19,8 +19,6 @@ from shoal.core.errors import DataError
 from shoal.core.parts import part
 from shoal.cost.imports.log import Log, LogEntry, head, is_last, lines, number, refuse
 
-__all__ = ["AccelerateLog"]
-
 _DICT = re.compile(r"\{['\"][\w/]+['\"]:.*\}")
 _OPEN = re.compile(r"^\s*\{['\"](?:loss|train_runtime)['\"]:")
 _BAR = re.compile(r"\|\s*(\d+)/\d+ \[(?:\d+:)?\d+:\d+<[^,\]]*,\s*([0-9.]+)(s/it|it/s)")
@@ -37,13 +35,11 @@ class AccelerateLog:
     """Dictionaries with a ``loss``, the progress bar's rate, and the sums at the end."""
 
     def sniff(self, path: Path) -> int:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         if path.name == "trainer_state.json":
             return 1_000_000
         return sum(bool(_OPEN.search(line) or _BAR.search(line)) for line in head(path))
 
     def read(self, path: Path) -> Log:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         if path.suffix == ".json":
             return self._state(path)
         entries: list[LogEntry] = []
@@ -99,7 +95,7 @@ class AccelerateLog:
 def _broken(path: Path, place: int, line: str) -> DataError:
     return DataError(
         f"{path}, line {place}: {line.strip()[:80]!r}: a dictionary without its end; expected a "
-        f"line such as {SAMPLE!r}; remove the line, or give the whole log"
+        f"line such as {SAMPLE!r}; remove the line, or give the complete log"
     )
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from shoal.core.errors import DataError
 from shoal.cost.imports.log import number
 
-__all__ = ["has_summary", "saved", "summary"]
-
 # Words of the summary -> quantity and the factor to plain units.
 WORDS = {
     "Output token throughput (tok/s)": ("tokens_per_s", 1.0),

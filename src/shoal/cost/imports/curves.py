@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shoal.cost.imports.log import GIB
 
-__all__ = ["known"]
-
 # Name of a curve in small letters -> quantity and the factor to plain units.
 NAMES = {
     # torchtitan

@@ -11,8 +11,6 @@ from pathlib import Path
 from shoal.core.parts import part
 from shoal.cost.imports.log import GIB, Log, LogEntry, head, is_last, lines, number, refuse
 
-__all__ = ["DeepSpeedLog"]
-
 _LINE = re.compile(r"(?:global_step=|\b\d+/)(\d+), RunningAvgSamplesPerSec=([^,\s]+)")
 _NOW = re.compile(r"CurrSamplesPerSec=([^,\s]+)")
 _MEMORY = re.compile(r"MaxMemAllocated=([0-9.]+)GB")
@@ -29,11 +27,9 @@ class DeepSpeedLog:
     """
 
     def sniff(self, path: Path) -> int:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         return sum(bool(_LINE.search(line)) for line in head(path))
 
     def read(self, path: Path) -> Log:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         entries: list[LogEntry] = []
         loss: float | None = None
         for place, line in lines(path):

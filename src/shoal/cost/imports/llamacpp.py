@@ -11,8 +11,6 @@ from pathlib import Path
 from shoal.core.parts import part
 from shoal.cost.imports.log import Log, LogEntry, head, lines, number, refuse
 
-__all__ = ["LlamaCppLog"]
-
 _PROMPT = re.compile(r"prompt eval time\s*=\s*(\S+) ms\s*/\s*(\d+) tokens")
 _OUTPUT = re.compile(r"(?<!prompt )\beval time\s*=\s*(\S+) ms\s*/\s*(\d+) (?:runs|tokens)")
 _BENCH = re.compile(r"\|\s*(pp|tg)(\d+)[^|]*\|\s*([0-9.]+)\s*(?:±[^|]*)?\|\s*$")
@@ -27,14 +25,12 @@ class LlamaCppLog:
     """
 
     def sniff(self, path: Path) -> int:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         total = 0
         for line in head(path):
             total += any(pattern.search(line) for pattern in (_PROMPT, _OUTPUT, _BENCH))
         return total
 
     def read(self, path: Path) -> Log:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         entries: list[LogEntry] = []
         for place, line in lines(path):
             values: dict[str, float] = {}

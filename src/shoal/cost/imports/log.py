@@ -22,19 +22,6 @@ from typing import Literal, NamedTuple
 
 from shoal.core.errors import DataError
 
-__all__ = [
-    "Log",
-    "LogEntry",
-    "head",
-    "is_last",
-    "lines",
-    "number",
-    "paced",
-    "refuse",
-    "stamp",
-    "steady",
-]
-
 GIB = 2**30
 # Lines from which a format is guessed.
 SNIFFED = 4000
@@ -71,9 +58,7 @@ class Log:
 
     Args:
         format: name of the part that read it.
-        path: the file.
         job: what kind of job it was.
-        entries: in the order of the log.
         totals: quantities of the whole run, where the log states them.
         facts: what the log says of the job: fact -> (value, line); ``global_batch``,
             ``seq_len``.
@@ -149,8 +134,8 @@ def refuse(path: Path, name: str, sample: str) -> DataError:
     """The error of a file that is no such log: its first line beside one that would do."""
     place, text = next(((p, t) for p, t in lines(path) if t.strip()), (1, ""))
     return DataError(
-        f"{path}, line {place}: {text.strip()[:80]!r}: this is no log of {name}, in which a line "
-        f"looks like {sample!r}; give such a log, or another --format"
+        f"{path}, line {place}: {text.strip()[:80]!r}: this is not a log of {name}, whose lines "
+        f"look like {sample!r}; give such a log, or another --format"
     )
 
 

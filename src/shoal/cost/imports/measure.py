@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import DataError, require
+from shoal.core.tables import ShownAsTables, Table, percent, table_of
 from shoal.cost.imports import LOGS
 from shoal.cost.imports.log import Log, steady
 from shoal.ir import Plan, Report, TrainPlan, errors_of, kind_of, predictions
-
-__all__ = ["SteadyState", "measure", "read", "report"]
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def _same_job(log: Log, plan: Plan[Any]) -> None:
         planned = getattr(plan.job, name)
         if said != planned:
             raise DataError(
-                f"{log.path}, line {place}: {name} = {said:g}, and the plan has {planned}: the log "
-                "is of another run; give the plan that was run"
+                f"{log.path}, line {place}: {name} = {said:g}, and the plan has {planned}: the "
+                f"log is from another run; give the plan of that run"
             )
 
 
@@ -138,3 +138,53 @@ def report(measured: SteadyState, plan: Plan[Any]) -> Report[Any]:
     versions = {"log": measured.log.format}
     report_type = kind_of(plan).report_type
     return report_type(plan=plan, measured=kept, errors=errors, versions=versions)
+
+
+@dataclass(frozen=True)
+class ImportedLog(ShownAsTables):
+    """A log that was read, and its report where its plan is known.
+
+    Args:
+        measured: of the log.
+        scored: what its plan predicted beside it; None without a plan.
+    """
+
+    measured: SteadyState
+    scored: Report[Any] | None
+
+    def figures(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "format": self.measured.log.format,
+            "entries": len(self.measured.log.entries),
+            "steady_entries": self.measured.used,
+            "measured": self.measured.quantities,
+            "errors": {} if self.scored is None else self.scored.errors,
+        }
+
+    def tables(self) -> Iterator[Table | str]:
+        """What the log measured, beside what its plan predicted."""
+        log, measured = self.measured.log, self.measured
+        fields = {} if self.scored is None else predictions(self.scored.plan)
+        errors = {} if self.scored is None else self.scored.errors
+        yield table_of(
+            f"{log.path.name}, a log of {log.format}",
+            ("quantity", "predicted", "measured", "error"),
+            [
+                (
+                    name + (" (from the plan's batch)" if name in measured.derived else ""),
+                    f"{fields[name].value:.4g}" if name in fields else "",
+                    f"{value:.4g}",
+                    percent(errors.get(name), sign=True),
+                )
+                for name, value in sorted(measured.quantities.items())
+            ],
+            " rrr",
+        )
+        if log.entries:
+            yield (
+                f"median of the last {measured.used} of {len(log.entries)} entries; the others are "
+                "warm-up, or idle"
+            )
+        if self.scored is None:
+            yield "not scored: give the plan that was run with --plan"

@@ -12,8 +12,6 @@ from shoal.core.errors import DataError
 from shoal.core.parts import part
 from shoal.cost.imports.log import Log, LogEntry, head, is_last, lines, number, refuse
 
-__all__ = ["MegatronLog"]
-
 _LINE = re.compile(r"\biteration\s+(\d+)\s*/\s*\d+\s*\|")
 _MEMORY = re.compile(r"memory \(MB\).*?\bmax reserved:\s*([0-9.]+)")
 # Newer ones print the mean since the start behind a slash.
@@ -32,11 +30,9 @@ class MegatronLog:
     """
 
     def sniff(self, path: Path) -> int:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         return sum(bool(_LINE.search(line) and _PACE.search(line)) for line in head(path))
 
     def read(self, path: Path) -> Log:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         entries: list[LogEntry] = []
         facts: dict[str, tuple[float, int]] = {}
         totals: dict[str, float] = {}
@@ -71,5 +67,5 @@ def _without_pace(path: Path, place: int, line: str) -> DataError:
     """The error of a line that begins as it should and has no pace."""
     return DataError(
         f"{path}, line {place}: {line.strip()[:80]!r}: an iteration without its elapsed time; "
-        f"expected a line such as {SAMPLE!r}; remove the line, or give the whole log"
+        f"expected a line such as {SAMPLE!r}; remove the line, or give the complete log"
     )

@@ -7,8 +7,6 @@ from typing import Protocol, runtime_checkable
 
 from shoal.cost.imports.log import Log
 
-__all__ = ["LogReader"]
-
 
 @runtime_checkable
 class LogReader(Protocol):
@@ -20,7 +18,6 @@ class LogReader(Protocol):
 
     def sniff(self, path: Path) -> int:
         """How many entries at the start of the file are in this format; 0 for none."""
-        ...
 
     def read(self, path: Path) -> Log:
         """Every entry of the log.
@@ -28,4 +25,3 @@ class LogReader(Protocol):
         Raises:
             DataError: the file is no such log, or an entry is broken; names the line.
         """
-        ...

@@ -12,8 +12,6 @@ from shoal.core.parts import part
 from shoal.cost.imports.benchmark import has_summary, saved, summary
 from shoal.cost.imports.log import Log, LogEntry, head, is_last, lines, number, refuse
 
-__all__ = ["SGLangLog"]
-
 _LINE = re.compile(r"\bDecode batch\b")
 _OUTPUT = re.compile(r"gen throughput \(token/s\): ([^\s,]+)")
 _INPUT = re.compile(r"\bPrefill batch\b.*input throughput \(token/s\): ([^\s,]+)")
@@ -28,14 +26,12 @@ class SGLangLog:
     """
 
     def sniff(self, path: Path) -> int:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         decoding = sum(bool(_OUTPUT.search(line)) for line in head(path))
         # Both engines' benchmarks print the same summary; SGLang's names its backend.
         named = any("sglang" in line.lower() for line in head(path))
         return decoding + (2 * sum(has_summary(line) for line in head(path)) if named else 0)
 
     def read(self, path: Path) -> Log:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         if path.suffix in (".json", ".jsonl"):
             return Log("sglang", path, "serve", (), saved(path))
         entries: list[LogEntry] = []

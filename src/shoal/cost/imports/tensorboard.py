@@ -17,8 +17,6 @@ from shoal.core.parts import part
 from shoal.cost.imports.curves import known
 from shoal.cost.imports.log import Log, LogEntry, paced
 
-__all__ = ["TensorBoardLog", "scalars"]
-
 # A record of scalars is small; longer ones are pictures and graphs, whose sums are not checked.
 CHECKED = 1 << 16
 LONGEST = 1 << 28
@@ -30,11 +28,9 @@ class TensorBoardLog:
     """``events.out.tfevents...``, or a directory of such files; curves go by their usual names."""
 
     def sniff(self, path: Path) -> int:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         return 1_000_000 if _files(path) else 0
 
     def read(self, path: Path) -> Log:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         files = _files(path) or [path]
         steps: dict[int, dict[str, float]] = {}
         times: dict[int, float] = {}

@@ -22,8 +22,6 @@ from shoal.cost.imports.log import (
     stamp,
 )
 
-__all__ = ["TorchtitanLog"]
-
 _LINE = re.compile(r"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*(\S+)")
 # Name in the line -> quantity and the factor to plain units.
 _FIELDS = {
@@ -40,11 +38,9 @@ class TorchtitanLog:
     """``step: 10  loss: ...  memory: ...  tps: ...``; its tokens per second are of one device."""
 
     def sniff(self, path: Path) -> int:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         return sum(bool(_LINE.search(line) and "tps:" in line) for line in head(path))
 
     def read(self, path: Path) -> Log:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         entries, times = [], []
         for place, line in lines(path):
             match = _LINE.search(line)

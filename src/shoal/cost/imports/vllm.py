@@ -12,8 +12,6 @@ from shoal.core.parts import part
 from shoal.cost.imports.benchmark import has_summary, saved, summary
 from shoal.cost.imports.log import Log, LogEntry, head, is_last, lines, number, refuse
 
-__all__ = ["VLLMLog"]
-
 _PROMPT = re.compile(r"Avg prompt throughput: ([^\s,]+) tokens/s")
 _OUTPUT = re.compile(r"Avg generation throughput: ([^\s,]+) tokens/s")
 SAMPLE = (
@@ -26,11 +24,9 @@ class VLLMLog:
     """``Avg prompt throughput: ..., Avg generation throughput: ...``, or a benchmark's summary."""
 
     def sniff(self, path: Path) -> int:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         return sum(bool(_OUTPUT.search(line)) or has_summary(line) for line in head(path))
 
     def read(self, path: Path) -> Log:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         if path.suffix in (".json", ".jsonl"):
             return Log("vllm", path, "serve", (), saved(path))
         entries: list[LogEntry] = []

@@ -16,8 +16,6 @@ from shoal.core.parts import part
 from shoal.cost.imports.curves import known
 from shoal.cost.imports.log import Log, LogEntry, head, lines, number, paced, refuse
 
-__all__ = ["WandbLog"]
-
 SAMPLE = '{"_step": 10, "_runtime": 12.5, "throughput(tps)": 5762.1, "loss": 2.3}'
 STEPS = ("_step", "step", "global_step", "trainer/global_step")
 CLOCKS = ("_runtime", "_timestamp", "relative time (process)")
@@ -33,7 +31,6 @@ class WandbLog:
     """
 
     def sniff(self, path: Path) -> int:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         first = next(head(path), "")
         if path.suffix == ".csv":
             names = {word.strip(' "').lower() for word in first.split(",")}
@@ -41,7 +38,6 @@ class WandbLog:
         return 1_000_000 if first.lstrip("[ ").startswith("{") and '"_step"' in first else 0
 
     def read(self, path: Path) -> Log:
-        """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         rows = _table(path) if path.suffix == ".csv" else _history(path)
         entries, times = [], []
         columns: set[str] = set()

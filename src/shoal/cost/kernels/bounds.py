@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FORMATS", "KernelFormat", "expert_bound_s", "reached"]
-
 # Seconds of a kernel that does next to nothing.
 FLOOR_S = 1e-5
 
@@ -37,6 +35,14 @@ FORMATS = {
     "mxfp4": KernelFormat(0.53125),
     "mxfp4_fp8": KernelFormat(0.53125, 2.0),
     "int4": KernelFormat(0.53125),
+    "int4_g32": KernelFormat(0.625),
+    # Of llama.cpp; those of four bits keep some matrices in five or six: means of its files.
+    "q8_0": KernelFormat(1.0625),
+    "q6_k": KernelFormat(0.8203),
+    "q4_k_m": KernelFormat(0.60),
+    "q4_k_s": KernelFormat(0.568),
+    "q4_0": KernelFormat(0.564),
+    "iq4_xs": KernelFormat(0.533),
 }
 """Formats of weights. Integers and mxfp4 are unpacked for products of 16 bits, or of eight."""
 

@@ -10,21 +10,19 @@ from dataclasses import dataclass
 
 from shoal.core.errors import nearest, require
 
-__all__ = ["ENGINES", "PLAIN", "ServingEngine", "serving_engine"]
-
 
 @dataclass(frozen=True)
 class ServingEngine:
     """How a program runs a step of serving on accelerators.
 
     Args:
-        name: of the program.
         kernels: its kernels' seconds over those of the fastest ones that were measured.
         wire: its collectives' seconds over those of the fastest ones that were measured.
         step_s: its own seconds of a step, which no kernel hides.
         sequence_s: its own seconds for a sequence of a step.
         prompts: share of a prompt's kernels that delays the tokens of others.
         shared_s: seconds of a layer whose experts other replicas share, beside the exchange.
+        groups: groups of devices can have attention of their own and share the experts.
         graphs: kernels are launched by recorded graphs, not one by one.
         first_s: seconds before a request is computed, and until its first token is out.
         first_prompt: seconds of a prompt's own kernels that the first token takes, as a share.
@@ -32,6 +30,17 @@ class ServingEngine:
         queue_s: seconds that each concurrent request of the replica adds to a first token.
         hand_over_s: seconds to hand a prompt's cache to a device that decodes.
         kv_format: format of cached keys and values with weights of less than 16 bits.
+        fused: weights of few bits are unpacked inside products, and attention and chains of
+            elementwise operators are single kernels.
+        overlap: a step is two halves: what products bind in one runs beside what memory and links
+            bind in the other.
+        mixed: prompts and decodes share a step; otherwise prompts have steps of their own.
+        layer_s: seconds of a layer's kernels beyond those of an engine that fuses them.
+        chunk: most tokens of a prompt in a step.
+        reserves: a request enters when its whole answer fits into the cache.
+        calls: on a CPU, seconds of an operator's launch over those of the framework's.
+        products: on a CPU, rate of products over that of the fastest ones.
+        packed: on a CPU, type of products with weights of few bits; that of others if empty.
     """
 
     name: str
@@ -41,6 +50,7 @@ class ServingEngine:
     sequence_s: float = 0.0
     prompts: float = 1.0
     shared_s: float = 0.0
+    groups: bool = False
     graphs: bool = True
     first_s: float = 0.0
     first_prompt: float = 1.0
@@ -48,6 +58,16 @@ class ServingEngine:
     queue_s: float = 0.0
     hand_over_s: float = 0.0
     kv_format: str = "fp8"
+    fused: bool = True
+    overlap: bool = False
+    mixed: bool = True
+    layer_s: float = 0.0
+    chunk: int = 8192
+    most: int = 256
+    reserves: bool = False
+    calls: float = 2.5
+    products: float = 1.0
+    packed: str = ""
 
 
 PLAIN = ServingEngine("fastest kernels")
@@ -59,45 +79,64 @@ ENGINES = {
     "shoal": ServingEngine("Shoal", step_s=3e-4, sequence_s=3e-5, graphs=False, kv_format="bf16"),
     "vllm": ServingEngine(
         "vLLM",
-        kernels=1.041,
-        wire=1.0,
-        step_s=1e-6,
-        sequence_s=1.1e-5,
-        prompts=0.838,
+        groups=True,
+        kernels=1.043,
+        wire=1.004,
+        step_s=6e-6,
+        sequence_s=1.4e-5,
+        prompts=0.986,
         shared_s=2.9e-5,
-        first_s=0.0163,
-        first_prompt=1.288,
-        queue=0.0565,
-        queue_s=7.4e-4,
+        first_s=0.0168,
+        first_prompt=1.402,
+        queue=0.0663,
+        queue_s=7.3e-4,
     ),
     "sglang": ServingEngine(
         "SGLang",
-        kernels=1.002,
-        wire=1.0,
-        step_s=9e-6,
-        sequence_s=2.7e-5,
-        prompts=0.657,
-        first_s=0.226,
-        first_prompt=0.128,
-        queue=0.2148,
-        queue_s=2.64e-3,
-        hand_over_s=0.032,
+        groups=True,
+        kernels=1.003,
+        wire=0.999,
+        step_s=1.4e-5,
+        sequence_s=2.9e-5,
+        prompts=0.827,
+        first_s=0.2247,
+        first_prompt=0.177,
+        queue=0.2527,
+        queue_s=2.91e-3,
+        hand_over_s=0.0325,
     ),
     "trtllm": ServingEngine(
         "TensorRT-LLM",
-        kernels=0.975,
-        wire=0.986,
-        step_s=5e-6,
-        sequence_s=1e-5,
-        prompts=0.909,
-        first_s=0.0462,
-        first_prompt=1.967,
-        queue=0.0541,
-        queue_s=1.39e-3,
-        hand_over_s=0.078,
+        groups=True,
+        kernels=0.984,
+        wire=0.999,
+        step_s=1.9e-5,
+        sequence_s=1.24e-5,
+        prompts=0.999,
+        first_s=0.0452,
+        first_prompt=2.36,
+        queue=0.053,
+        queue_s=1.54e-3,
+        hand_over_s=0.0894,
+        # Settings of trtllm-bench and the default policy of its scheduler, guaranteed_no_evict.
+        most=2048,
+        reserves=True,
+    ),
+    # Settings of llama-bench; kernels of a layer counted in its graph for CUDA: 23 beside products
+    # and attention, where others have five, 2.2 us each. On a CPU, C++ launches and rows unpacked
+    # to eight bits as they are read; no measured run sets these.
+    "llamacpp": ServingEngine(
+        "llama.cpp",
+        fused=False,
+        layer_s=3.7e-5,
+        chunk=512,
+        calls=0.5,
+        products=0.4,
+        packed="int8",
+        kv_format="bf16",
     ),
 }
-"""Engines by the names of their emitters; the constants are those of
+"""Engines by the names of their emitters; constants of vLLM, SGLang and TensorRT-LLM are those of
 :func:`shoal.cost.published.silicon_calibration.fitted`."""
 
 

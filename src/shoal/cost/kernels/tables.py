@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import ConfigError
 
-__all__ = ["VERSION", "ExpertTable", "Grid", "KernelTable", "read_table", "shipped"]
-
 VERSION = 1
 """Version of the files that this module reads."""
 
@@ -50,17 +48,48 @@ class Grid:
         log2_us: NDArray[np.floating[Any]],
         powers: Sequence[float] = (),
     ) -> None:
+        if log2_us.shape != tuple(map(len, axes)):
+            raise ValueError(f"times of shape {log2_us.shape} on axes of {[*map(len, axes)]} sizes")
         self._axes = [[math.log2(size) for size in axis] for axis in axes]
         self._powers = powers or (1.0,) * len(axes)
         self._values: list[float] = log2_us.astype(float).ravel().tolist()
         steps = [*itertools.accumulate(reversed(log2_us.shape[1:]), initial=1, func=int.__mul__)]
         self._steps = steps[::-1]
+        # Sizes of a batch come again and again with other lengths.
+        self._leading = functools.lru_cache(4096)(self._corners)
+
+    @property
+    def finite(self) -> bool:
+        """Every place has a time."""
+        return all(map(math.isfinite, self._values))
 
     def seconds(self, *sizes: float) -> float:
         """Seconds of the kernel at these sizes, one an axis."""
+        corners, beyond = self._leading(sizes[:-1])
+        axis, values, exponent = self._axes[-1], self._values, 0.0
+        value = math.log2(max(sizes[-1], 1e-9))
+        if axis[0] < value < axis[-1]:
+            place = bisect_right(axis, value) - 1
+            up = (value - axis[place]) / (axis[place + 1] - axis[place])
+            down = 1.0 - up
+            for at, weight in corners:
+                exponent += weight * down * values[at + place]
+                exponent += weight * up * values[at + place + 1]
+        else:
+            end = 0
+            if value >= axis[-1]:
+                end = len(axis) - 1
+                beyond += self._powers[-1] * (value - axis[-1])
+            for at, weight in corners:
+                exponent += weight * values[at + end]
+        result: float = 2.0 ** (exponent + beyond)
+        return result * 1e-6
+
+    def _corners(self, sizes: tuple[float, ...]) -> tuple[list[tuple[int, float]], float]:
+        """(places of the neighbours on all axes but the last, weights), and what lies beyond."""
         corners, beyond = [(0, 1.0)], 0.0
         for axis, step, power, size in zip(
-            self._axes, self._steps, self._powers, sizes, strict=True
+            self._axes[:-1], self._steps[:-1], self._powers[:-1], sizes, strict=True
         ):
             value = math.log2(max(size, 1e-9))
             if value >= axis[-1]:
@@ -77,8 +106,7 @@ class Grid:
                     for place, share in ((0, 1.0 - up), (1, up))
                     if share
                 ]
-        result: float = 2.0 ** (sum(weight * self._values[at] for at, weight in corners) + beyond)
-        return result * 1e-6
+        return corners, beyond
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +171,7 @@ class KernelTable:
         grids: family, or family and format, such as ``gemm/fp8`` -> its grid.
         experts: format -> experts of mixture layers.
         errors: grid -> median relative error of the distillation.
+        header: all that the file says beside its arrays.
     """
 
     device: str
@@ -153,9 +182,10 @@ class KernelTable:
     grids: Mapping[str, Grid]
     experts: Mapping[str, ExpertTable]
     errors: Mapping[str, float]
+    header: Mapping[str, Any]
 
 
-def read_table(path: Traversable) -> KernelTable:
+def read_table(path: Traversable, *, writer: str = "scripts/kernel-tables") -> KernelTable:
     """Read one file.
 
     Raises:
@@ -168,7 +198,7 @@ def read_table(path: Traversable) -> KernelTable:
             if header.get("version") != VERSION:
                 raise ConfigError(
                     f"{where}: version {header.get('version')}; this release reads {VERSION}; "
-                    "write it again with scripts/kernel-tables"
+                    f"write it again with {writer}"
                 )
             axes, powers = header["axes"], header["powers"]
             family = {name: name.split("/")[0] for name in arrays.files}
@@ -193,10 +223,11 @@ def read_table(path: Traversable) -> KernelTable:
                     if kind == "experts"
                 },
                 errors=header["errors"],
+                header=header,
             )
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise ConfigError(
-            f"{where}: no kernel table ({error}); expected a file that scripts/kernel-tables wrote"
+            f"{where}: no kernel table ({error}); expected a file that {writer} wrote"
         ) from error
 
 

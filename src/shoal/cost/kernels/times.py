@@ -18,8 +18,6 @@ from shoal.cost.gpu.device import Accelerator
 from shoal.cost.kernels.bounds import FLOOR_S, FORMATS, expert_bound_s
 from shoal.cost.kernels.tables import Grid, KernelTable, shipped
 
-__all__ = ["KernelTimes", "kernel_times", "table_of"]
-
 # The device whose table is nearest, by patterns of names in turn.
 _NEAREST = (
     (r"GB300", "gb300"),
@@ -48,31 +46,60 @@ def table_of(name: str) -> str:
 
 
 @functools.cache
-def kernel_times(device: Accelerator) -> KernelTimes:
-    """The times of a device, each computed once."""
-    return KernelTimes(device, shipped(table_of(device.name)))
+def kernel_times(device: Accelerator, own: KernelTable | None = None) -> KernelTimes:
+    """The times of a device, each computed once.
+
+    Args:
+        device: that runs the kernels.
+        own: what the user measured on such a device; it wins where it has the kernel.
+    """
+    return KernelTimes(device, shipped(table_of(device.name)), own)
 
 
 class KernelTimes:
     """Seconds of kernels on one rank of a device.
 
     Args:
-        device: that runs them.
         table: measured on it, or on the nearest device.
+        own: measured on it by the user, as far as it goes.
     """
 
-    def __init__(self, device: Accelerator, table: KernelTable) -> None:
-        self.device, self.table = device, table
+    def __init__(
+        self, device: Accelerator, table: KernelTable, own: KernelTable | None = None
+    ) -> None:
+        self.device, self.table, self.own = device, table, own
+        self._own_grids = {} if own is None else own.grids
         self._flops = dict(device.peak).get("bf16") or device.rate("bf16")
+        self._reach = device.rate("bf16") / self._flops
         self._units = dict(device.matmul).keys() | dict(device.peak).keys()
         self.product = functools.lru_cache(1 << 16)(self._product)
         self.experts = functools.lru_cache(1 << 14)(self._experts)
+        self._nearest = functools.cache(self._attention)
 
     @property
     def measured(self) -> bool:
         """The table was measured on such a device, by its data sheet, and not on the nearest."""
+        if {"gemm", "decode", "prompt"} <= {name.split("/")[0] for name in self._own_grids}:
+            return True
         pairs = ((self._flops, self.table.flops), (self.device.stream, self.table.stream))
         return all(abs(own / other - 1.0) < 0.12 for own, other in pairs)
+
+    def source(self, kernel: str, form: str = "bf16") -> str:
+        """Whose table answers for a kernel: ``own``, the user's, or the shipped one of a device.
+
+        Args:
+            kernel: gemm, decode, prompt, or another family.
+            form: of its weights, or of the cache.
+        """
+        return "own" if self._own_grid(f"{kernel}/{form}") else self.table.device
+
+    def _own_grid(self, name: str, width: int = 128) -> Grid | None:
+        """The user's own grid of this name, of the nearest width where there are several."""
+        if name in self._own_grids:
+            return self._own_grids[name]
+        known = [one for one in self._own_grids if one.startswith(f"{name}/")]
+        near = min(known, key=lambda one: abs(int(one.split("/")[-1]) - width), default=None)
+        return None if near is None else self._own_grids[near]
 
     def stream(self, nbytes: float) -> float:
         """Seconds to pass so many bytes through the memory, without a launch."""
@@ -114,6 +141,8 @@ class KernelTimes:
 
     def _product(self, form: str, m: float, n: float, k: float) -> float:
         """Seconds of a product [m, k] x [k, n] with weights in a format, quantization included."""
+        if (own := self._own_grid(f"gemm/{form}")) is not None:
+            return max(self.stream(n * k * FORMATS[form].weight_bytes), own.seconds(m, n, k))
         known = self._format("gemm", form)
         seconds = self.table.grids[f"gemm/{known}"].seconds(m, n, k)
         if known == "fp8_block" and "gemm/fp8" in self.table.grids:
@@ -127,6 +156,8 @@ class KernelTimes:
         # A table's kernel runs again and again on weights that a large cache keeps; a model's does
         # not find them there.
         least = self.stream(n * k * FORMATS[form].weight_bytes)
+        if not self.measured:
+            least = max(least, 2.0 * m * n * k / (self._rate(form) * self._reach))
         return max(least, seconds * self._scaled(form, known, bound))
 
     def _experts(
@@ -174,9 +205,12 @@ class KernelTimes:
             kv_heads: heads of keys on this rank.
             before: tokens in the cache, on average.
         """
-        known, grid = self._attention("decode", form, width)
+        sizes = (heads / kv_heads, batch * kv_heads, before)
+        if (own := self._own_grid(f"decode/{form}", width)) is not None:
+            return own.seconds(*sizes)
+        known, grid = self._nearest("decode", form, width)
         keys = 2.0 * batch * kv_heads * width * before
-        seconds = grid.seconds(heads / kv_heads, batch * kv_heads, before)
+        seconds = grid.seconds(*sizes)
         return seconds * self._streamed(keys, form, known)
 
     def prompt(self, width: int, heads: float, tokens: float, before: float) -> float:
@@ -188,10 +222,11 @@ class KernelTimes:
             tokens: of a chunk.
             before: tokens in the cache before it.
         """
-        _, grid = self._attention("prompt", "bf16", width)
+        if (own := self._own_grid("prompt/bf16", width)) is not None:
+            return _behind(own, heads, tokens, before)
+        _, grid = self._nearest("prompt", "bf16", width)
         work = 2.0 * heads * width * tokens * tokens
-        seconds = grid.seconds(heads, tokens) * (1.0 + 2.0 * before / tokens)
-        return seconds * self._computed(work)
+        return _behind(grid, heads, tokens, before) * self._computed(work)
 
     def latent_decode(self, form: str, heads: float, batch: float, before: float) -> float:
         """Seconds of latent attention of one token of each sequence over its cache."""
@@ -201,16 +236,17 @@ class KernelTimes:
 
     def latent_prompt(self, heads: float, tokens: float, before: float) -> float:
         """Seconds of latent attention of chunks of prompts: see :meth:`prompt`."""
-        seconds = self.table.grids["latent_prompt/bf16"].seconds(heads, tokens)
+        grid = self.table.grids["latent_prompt/bf16"]
         work = 320.0 * heads * tokens * tokens
-        return seconds * (1.0 + 2.0 * before / tokens) * self._computed(work)
+        return _behind(grid, heads, tokens, before) * self._computed(work)
 
     def collective(self, op: str, ranks: int, nbytes: float) -> float:
         """Seconds of an all_reduce, alltoall, all_gather or reduce_scatter of so many bytes."""
         if ranks <= 1:
             return 0.0
         near = min(ranks, self.device.domain)
-        seconds = self.table.grids[f"collective/{op}"].seconds(near, nbytes)
+        # The table counts numbers of 16 bits.
+        seconds = self.table.grids[f"collective/{op}"].seconds(near, nbytes / 2.0)
         here, there = nbytes / self.device.inside, nbytes / self.table.inside
         seconds *= (FLOOR_S + here) / (FLOOR_S + there)
         if ranks > near:
@@ -241,3 +277,13 @@ class KernelTimes:
     def _computed(self, work: float) -> float:
         here, there = self._flops, self.table.flops
         return (FLOOR_S + work / here) / (FLOOR_S + work / there)
+
+
+def _behind(grid: Grid, heads: float, tokens: float, before: float) -> float:
+    """Seconds of a chunk: the pairs that it adds to those before, at the rate of a long prompt.
+
+    A short chunk behind many tokens reads them in long rows, and is no slower a pair than they.
+    """
+    whole = before + tokens
+    share = 1.0 - (before / whole) ** 2
+    return max(grid.seconds(heads, tokens), share * grid.seconds(heads, whole))

@@ -24,17 +24,6 @@ from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import linears, parameters
 from shoal.ir import Machine, ModelShape
 
-__all__ = [
-    "ATTENTION",
-    "BYTES",
-    "Convention",
-    "LongContext",
-    "LongModel",
-    "Peaks",
-    "RequiredReduction",
-    "lengths",
-]
-
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of one number, by dtype."""
 
@@ -54,11 +43,9 @@ class LongModel:
     """What of a model matters here; a value, so that what-ifs are ``replace``.
 
     Args:
-        name: what people call it.
         params: parameters that multiply every token.
         last_params: those that multiply only tokens whose next one is wanted: the output matrix.
         weight_bytes: B of all weights, read once a step whatever its batch.
-        layers: L.
         width: h, query heads times the width of one.
         kv_bytes: kappa, B of keys and values of one token.
         window: tokens that each sees; None for all before it.
@@ -76,11 +63,6 @@ class LongModel:
     @classmethod
     def of(cls, shape: ModelShape, *, precision: str = "bf16", kv: str | None = None) -> Self:
         """The model of a shape.
-
-        Args:
-            shape: the model.
-            precision: dtype of the weights.
-            kv: dtype of the cache; that of the weights if not given.
 
         Raises:
             ConfigError: an unknown dtype.
@@ -132,8 +114,6 @@ class Peaks:
     """A device, or several that share every layer, at their peak.
 
     Args:
-        name: what people call it.
-        flops: FLOP/s.
         memory_bytes: B of device memory.
         bandwidth: B/s of it.
         link: B/s to host memory, each way.
@@ -223,8 +203,6 @@ class LongContext:
     """A model on a device: the four numbers at any context length.
 
     Args:
-        model: what is served.
-        device: where.
         activation_bytes: B that are neither weights nor cache.
         compute_efficiency: share of the peak FLOP/s that is reached; 1 for the peak.
         memory_efficiency: share of the peak bandwidth; 1 for the peak.
@@ -244,7 +222,7 @@ class LongContext:
     def __post_init__(self) -> None:
         for name in ("compute_efficiency", "memory_efficiency"):
             value = getattr(self, name)
-            require(0 < value <= 1, name, value, expected="a share in (0, 1]")
+            require(0 < value <= 1, name, value, expected="a fraction in (0, 1]")
         require(
             self.activation_bytes >= 0,
             "activation_bytes",

@@ -7,17 +7,9 @@ from collections.abc import Sequence
 from shoal.core.svg import Chart, Series, stacked
 from shoal.cost.longctx.peak import LongContext
 
-__all__ = ["picture"]
-
 
 def picture(settings: Sequence[LongContext], tokens: Sequence[int], *, answer: int = 250) -> str:
-    """Four charts below each other, as SVG text.
-
-    Args:
-        settings: a model on each device, or models on one.
-        tokens: context lengths.
-        answer: tokens of an answer.
-    """
+    """Four charts below each other, as SVG text."""
     names = [f"{one.model.name} on {one.device.name}" for one in settings]
     numbers = (
         ("Users that fit", "users", [[one.users(S) for S in tokens] for one in settings]),

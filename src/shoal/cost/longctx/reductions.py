@@ -17,20 +17,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
-from shoal.core.errors import ConfigError, nearest, require
+from shoal.core.errors import ConfigError, require, suggestion
 from shoal.cost.longctx.peak import LongContext, LongModel
 from shoal.ir import ModelShape
-
-__all__ = [
-    "AXES",
-    "REDUCTIONS",
-    "Reduction",
-    "ReductionChoice",
-    "choose",
-    "factor_of",
-    "reaching",
-    "reduced",
-]
 
 Axis = Literal["layers", "heads", "tokens", "hidden"]
 AXES: tuple[Axis, ...] = ("layers", "heads", "tokens", "hidden")
@@ -43,7 +32,6 @@ class Reduction:
     """One way.
 
     Args:
-        name: as the field calls it.
         axis: which of the four factors of a cache it reduces.
         argument: what ``NAME=NUMBER`` means.
         default: the number, where only the name is given.
@@ -138,10 +126,9 @@ def choose(words: Sequence[str]) -> tuple[ReductionChoice, ...]:
     for word in words:
         name, given, number = word.partition("=")
         if name not in REDUCTIONS:
-            hint = nearest(name, REDUCTIONS)
             raise ConfigError(
                 f"reduce = {word!r}: expected one of {', '.join(REDUCTIONS)}"
-                + (f"; {hint}" if hint else "")
+                + suggestion(name, REDUCTIONS)
             )
         way = REDUCTIONS[name]
         try:

@@ -24,8 +24,6 @@ from shoal.cost.longctx.peak import LongContext
 from shoal.cost.serving.simulator import SimulatedRunner
 from shoal.ir import HostLink, Request, SamplingParams, Scheduler
 
-__all__ = ["PeakCost", "Sessions", "host_link_of", "session_throughput", "simulate_sessions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sessions:
@@ -93,16 +91,11 @@ def session_throughput(setting: LongContext, sessions: Sessions) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PeakCost:
-    """A :class:`~shoal.ir.StepCost` of steps at the peak.
-
-    Args:
-        setting: model and device.
-    """
+    """A :class:`~shoal.ir.StepCost` of steps at the peak."""
 
     setting: LongContext
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.engine.StepCost`."""
         one, model = self.setting, self.setting.model
         flops = moved = 0.0
         for start, length in chunks:

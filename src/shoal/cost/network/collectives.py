@@ -27,16 +27,6 @@ from shoal.core.random import generator
 from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import Flows
 
-__all__ = [
-    "ALGORITHMS",
-    "PLACEMENTS",
-    "CollectiveFlows",
-    "collective",
-    "jittered",
-    "place",
-    "together",
-]
-
 PLACEMENTS = ("packed", "strided", "random")
 
 _Steps = list[tuple[np.ndarray, np.ndarray, float, int]]
@@ -48,8 +38,6 @@ class CollectiveFlows:
     """A collective as flows.
 
     Args:
-        name: such as ``all_reduce``.
-        algorithm: such as ``ring``.
         flows: of its different phases.
         repeats: how often each phase occurs, [phases].
         size: bytes that each rank holds.

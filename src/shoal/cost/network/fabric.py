@@ -26,8 +26,6 @@ from shoal.core.config import Value
 from shoal.core.errors import MachineError, require
 from shoal.ir.machine import Fabric
 
-__all__ = ["DegradedLink", "LeafSpine"]
-
 _MOST_HOSTS = 1 << 20
 
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from shoal.core.errors import PlanError
 
-__all__ = ["max_min_rates"]
-
 _SAME = 1e-9
 
 

@@ -11,17 +11,6 @@ import numpy as np
 from shoal.core.errors import PlanError, require
 from shoal.cost.network.fabric import LeafSpine
 
-__all__ = [
-    "SPRAYED",
-    "WITHIN",
-    "FlowPaths",
-    "Flows",
-    "demand",
-    "link_bytes",
-    "lower_bound_s",
-    "worst_bytes",
-]
-
 WITHIN = -1
 """Spine of a piece that does not leave its leaf."""
 

@@ -19,8 +19,6 @@ from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.fair import max_min_rates
 from shoal.cost.network.flows import FlowPaths, Flows
 
-__all__ = ["NetworkOutcome", "simulate"]
-
 # Rows that are advanced together: few enough for the processor's cache.
 _ROWS = 1 << 16
 

@@ -19,8 +19,6 @@ from shoal.core.web import WebSite
 from shoal.cost.pipeline.simulator import Timeline
 from shoal.ir.schedule import KINDS
 
-__all__ = ["KIND_NAMES", "Picture", "page", "svg"]
-
 KIND_NAMES = {
     "F": "forward",
     "B": "backward",

@@ -27,8 +27,6 @@ from shoal.cost.price.collectives import send_s
 from shoal.ir import Layout, Machine
 from shoal.ir.schedule import KINDS, Event, LinkModel, Op, OpCosts, Schedule
 
-__all__ = ["MachineLinks", "Timeline", "UniformLinks", "simulate"]
-
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _Floats: TypeAlias = npt.NDArray[np.float64]
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from shoal.cost.pipeline.simulator import Timeline
 
-__all__ = ["lines"]
-
 
 def lines(timeline: Timeline, columns: int = 110, ranks: Sequence[int] | None = None) -> list[str]:
     """One line a rank: ``F3`` and the like where a pass begins, dashes while it lasts, dots idle.

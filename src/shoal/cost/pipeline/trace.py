@@ -11,8 +11,6 @@ from typing import Any
 from shoal.core.errors import PlanError, require
 from shoal.cost.pipeline.simulator import Timeline
 
-__all__ = ["trace"]
-
 # Some 150 bytes a pass: the file stays below what a browser loads.
 MOST_PASSES = 1_000_000
 

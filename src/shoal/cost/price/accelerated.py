@@ -9,24 +9,27 @@ Legend: n tokens of the micro-batch, D hidden, V vocabulary, c bytes of the comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from shoal.cost.arithmetic import expert_parameters, linears, mixture_layers, parameters
-from shoal.cost.gpu.spec import EngineSpec, Latent, latent_of
-from shoal.cost.price.ops import MemoryPasses, OpGroup, stage_share
+from shoal.cost.gpu.spec import EngineSpec
+from shoal.cost.latent import latent_of
+from shoal.cost.price.ops import FrozenPasses, MemoryPasses, OpGroup, passing_weights, stage_share
 from shoal.ir import ModelShape
 
-__all__ = ["accelerated", "products_of"]
-
-# Counted from the operators, in widths of their input.
+# Counted from the operators, in widths of their input. Eagerly as torch dispatches those of
+# torchtitan's block, bf16 with norms in fp32: an RMS norm is eight operators, rotary positions turn
+# complex numbers, a layer norm is one kernel; branches add up the gradients of projections of one
+# input.
 PASSES: dict[str, dict[str, MemoryPasses]] = {
     "eager": {
-        "norm": MemoryPasses(4, 6, 5, 7),
-        "rotary": MemoryPasses(5, 5, 4, 5),
+        "norm": MemoryPasses(18, 46, 8, 16),
+        "layer_norm": MemoryPasses(2, 5, 1, 2),
+        "rotary": MemoryPasses(10, 11, 3, 4),
         "residual": MemoryPasses(3, 3, 1, 1),
-        "gate": MemoryPasses(5, 10, 2, 5),
-        "activation": MemoryPasses(4, 6, 2, 3),
+        "gate": MemoryPasses(5, 9, 2, 3),
+        "activation": MemoryPasses(2, 3, 1, 1),
+        "branches": MemoryPasses(0, 9, 0, 3),
     },
     "gpu": {
         "norm": MemoryPasses(2, 4, 1, 2),
@@ -49,8 +52,13 @@ CALLS = {"fused": 22, "eager": 40}
 CALLS_LOW, CALLS_ROUTED, CALLS_UNFUSED, CALLS_EXPERT, CALLS_EXPERT_LOW = 14, 40, 60, 9, 30
 # The backward pass launches so many kernels for one of the forward pass.
 BACK = 1.8
+# So many of them are no products and no attention, which count their own gaps.
+GAPS = 0.75
 # Bytes that quantising one element of an operand reads and writes.
 CAST = {"fp8": 4.0, "mxfp8": 4.0, "fp8-rows": 10.0, "fp4": 6.0, "nvfp4": 6.0}
+# An eager operator is a plain stream, which reaches so much more of the memory's rate than a chain
+# of reductions does: STREAM's 0.9 over 0.75 (McCalpin, 1995; BabelStream, 2017).
+EAGER = 1.2
 # Logits that Shoal's loss holds at a time.
 LOGITS_CHUNK = 2**24
 
@@ -75,7 +83,7 @@ def accelerated(
     sp: bool = False,
     vocab: int | None = None,
     experts: tuple[int, int] | None = None,
-    frozen: bool = False,
+    frozen: FrozenPasses | None = None,
 ) -> tuple[OpGroup, ...]:
     """Everything that the fullest pipeline stage of one tensor rank runs for one micro-batch.
 
@@ -91,7 +99,7 @@ def accelerated(
         vocab: ranks that share the vocabulary; ``tp`` if not given.
         experts: ep and etp, where experts have a grid of their own; else the tensor ranks share
             the width of each.
-        frozen: weights have no gradients.
+        frozen: of weights without gradients; None where all are trained.
     """
     n = float(seq_len * microbatch)
     own = n / tp if sp else n
@@ -105,6 +113,8 @@ def accelerated(
     cast = CAST.get(engine.products, 4.0) if dtype in ("fp8", "fp4") else 0.0
     adds = 0.0 if engine.casts else engine.grad_bytes
     D = shape.hidden
+    eager = engine.style == "eager"
+    c /= EAGER if eager else 1.0
     ops: list[OpGroup] = []
 
     def memory(name: str, width: float, count: float, what: MemoryPasses, rows: float = n) -> None:
@@ -136,7 +146,7 @@ def accelerated(
                 groups=groups,
                 dtype=type_,
                 adds=adds,
-                frozen=frozen,
+                frozen=frozen is not None,
                 forward_calls=1 if counted else 0,
                 backward_calls=2 if counted else 0,
             )
@@ -157,9 +167,8 @@ def accelerated(
 
     ep, etp = experts or (1, tp)
     local = max(1, shape.num_experts // ep)
-    latent = latent_of(shape)
     for linear in linears(shape):
-        if linear.role == "output" or (latent and linear.role == "attention"):
+        if linear.role == "output":
             continue
         count, M, groups = linear.layers * linear.copies * share, n * linear.share, 1
         degree = tp
@@ -177,8 +186,9 @@ def accelerated(
         2 * shape.head_dim * max(1.0, shape.num_kv_heads / tp),
     )
     head = value = float(shape.head_dim)
-    if latent:
-        q, kv, head, value = _latent(latent, shape, product, layers, n=n, tp=tp)
+    if latent := latent_of(shape):
+        head, value = float(latent.plain + latent.rotary), float(latent.value)
+        q, kv = shape.num_heads / tp * head, shape.num_heads / tp * (latent.plain + value)
     ops.append(
         OpGroup(
             "attention",
@@ -194,10 +204,18 @@ def accelerated(
             backward_calls=1 if counted else 0,
         )
     )
-    memory("norm", D, 2 * layers, passes["norm"], own)
+    norm = passes["layer_norm" if eager and not shape.gated else "norm"]
+    memory("norm", D, 2 * layers, norm, own)
     if shape.qk_norm:
-        memory("qk_norm", q + kv, layers, passes["norm"])
-    memory("rotary", q + kv, layers, passes["rotary"])
+        memory("qk_norm", q + kv, layers, norm)
+    if not eager:
+        memory("rotary", q + kv, layers, passes["rotary"])
+    elif shape.gated:
+        # Values have no positions. Keys and values are repeated for the heads that share them.
+        memory("rotary", q + kv / 2, layers, passes["rotary"])
+        memory("branches", D, layers, passes["branches"], own)
+        if kv < 2 * q:
+            memory("repeat", 2 * q + kv, layers, MemoryPasses(1, 1, 2, 2))
     if counted:
         memory("values", kv, layers, MemoryPasses(2, 2, 1, 1))
     memory("residual", D, 2 * layers, passes["residual"], own)
@@ -216,7 +234,7 @@ def accelerated(
         if shape.num_shared_experts:
             memory("shared_gate", shape.num_shared_experts * X / tp, sparse * share, act)
     ops.append(_launches(engine, layers, sparse * share, local, bool(cast)))
-    ops.extend(_held(shape, engine, precision, share, tp, experts))
+    ops.extend(_held(shape, engine, precision, share, tp, experts, frozen))
     if counted:
         ops.append(
             OpGroup(
@@ -249,36 +267,17 @@ def accelerated(
     return tuple(ops)
 
 
-def _latent(
-    latent: Latent,
-    shape: ModelShape,
-    product: Callable[..., None],
-    layers: float,
-    *,
-    n: float,
-    tp: int,
-) -> tuple[float, float, float, float]:
-    """Adds the projections; widths of queries, of keys with values, of a head and of its values."""
-    D, heads = shape.hidden, shape.num_heads / tp
-    wide, value = float(latent.plain + latent.rotary), float(latent.value)
-    if latent.query:
-        product("q_down", layers, n, latent.query, D)
-        product("q_up", layers, n, heads * wide, latent.query)
-    else:
-        product("q", layers, n, heads * wide, D)
-    product("kv_down", layers, n, latent.kv + latent.rotary, D)
-    product("kv_up", layers, n, heads * (latent.plain + value), latent.kv)
-    product("attention_out", layers, n, D, heads * value)
-    return heads * wide, heads * (latent.plain + value), wide, value
-
-
 def _launches(engine: EngineSpec, layers: float, sparse: float, local: int, cast: bool) -> OpGroup:
     """Kernels that the host launches one by one, where operators are not counted for themselves."""
     if engine.graphs:
         return OpGroup("launches", "memory", forward_calls=0, backward_calls=0)
     each = 0
     if sparse:
-        each = 0 if engine.fused_experts else (CALLS_EXPERT_LOW if cast else CALLS_EXPERT) * local
+        # With one scale a tensor, Transformer Engine quantises expert by expert (current scaling).
+        alone = cast and engine.products == "fp8"
+        each = 0
+        if alone or not engine.fused_experts:
+            each = (CALLS_EXPERT_LOW if cast else CALLS_EXPERT) * local
     if engine.style not in CALLS:
         # Each expert is a handful of small operators of its own.
         return OpGroup(
@@ -291,7 +290,11 @@ def _launches(engine: EngineSpec, layers: float, sparse: float, local: int, cast
     calls = layers * (CALLS[engine.style] + (CALLS_LOW if cast else 0))
     calls += sparse * ((CALLS_ROUTED if engine.fused_experts else CALLS_UNFUSED) + each)
     return OpGroup(
-        "launches", "memory", forward_calls=round(calls), backward_calls=round(BACK * calls)
+        "launches",
+        "memory",
+        forward_calls=round(calls),
+        backward_calls=round(BACK * calls),
+        gaps=GAPS,
     )
 
 
@@ -302,6 +305,7 @@ def _held(
     share: float,
     tp: int,
     experts: tuple[int, int] | None,
+    frozen: FrozenPasses | None,
 ) -> list[OpGroup]:
     """What passes over all weights of a rank: copies in the compute type, sums of gradients."""
     if not engine.casts:
@@ -309,22 +313,4 @@ def _held(
     ep, etp = experts or (1, tp)
     held = parameters(shape) - (1 - tp / (ep * etp)) * expert_parameters(shape)
     local = held * share / tp
-    pieces = max(1.0, 5.0 * share * shape.num_layers)
-    both = []
-    if precision == "bf16":
-        # Autocast copies every matrix once a forward pass; gradients come back.
-        both.append(("weight_cast", 6.0 * local, 6.0 * local))
-    both.append(("gradient_sum", 0.0, 12.0 * local))
-    return [
-        OpGroup(
-            name,
-            "memory",
-            forward_bytes=ahead,
-            backward_bytes=behind,
-            size_bytes=behind / pieces,
-            forward_calls=int(pieces) if ahead else 0,
-            backward_calls=int(pieces),
-            recomputed=False,
-        )
-        for name, ahead, behind in both
-    ]
+    return passing_weights(local, 5.0 * share * shape.num_layers, precision, frozen)

@@ -46,8 +46,6 @@ from shoal.ir.placement import (
     show_placement,
 )
 
-__all__ = ["Boxing", "BoxingStep", "boxing", "is_view", "step_elements", "step_weight", "weighed"]
-
 # Among ways of equal bytes the one with fewest steps is taken: elements weigh most, then steps
 # that send, of which an exchange between all ranks is worth one on each axis and between.
 _WEIGHT = 4096

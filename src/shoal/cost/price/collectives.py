@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from shoal.ir import Link
 
-__all__ = ["all_reduce_s", "gather_s", "ring_bytes", "send_s"]
-
 
 def ring_bytes(size: float, ranks: int) -> float:
     """Bytes that a rank sends in one pass of a ring over ``size`` bytes."""

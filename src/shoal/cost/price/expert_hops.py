@@ -37,8 +37,6 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import PlanError, require
 
-__all__ = ["ExpertExchange", "by_node", "exchange", "holders", "hops", "routed"]
-
 _Groups = tuple[tuple[int, ...], ...]
 
 
@@ -126,6 +124,43 @@ def exchange(
         each = rows * row_bytes / size
         expert_exchange = ExpertExchange(each * (size - 1 - far), each * far, size - 1)
         most = max(most, expert_exchange, key=lambda one: (one.far, one.near))
+    return most
+
+
+def once_a_node(
+    groups: Sequence[Sequence[int]],
+    row_bytes: float,
+    tokens: float,
+    top_k: int,
+    limit: tuple[int, int],
+    per_node: int | None,
+) -> ExpertExchange:
+    """What ranks send whose tokens cross once to each node that has experts of theirs.
+
+    A token goes to the rank with its sender's place on that node, which hands it on to the ranks
+    of its experts. Of N nodes it reaches N (1 - (1 - 1 / N)^k), or of those that its router may
+    choose; results are summed there before they come back.
+
+    Source: DeepSeek-AI, DeepEP, 2025 (normal kernels); DeepSeek-V3 Technical Report, 2024, 3.2.2.
+
+    Args:
+        groups: of ranks, each a partition's.
+        row_bytes: of one token.
+        tokens: of a rank.
+        top_k: experts of a token.
+        limit: groups of experts that a token may reach, and all groups.
+        per_node: ranks of a node; None for one node.
+    """
+    most = ExpertExchange(0.0, 0.0, 0)
+    for size, far in _reached(tuple(map(tuple, groups)), per_node):
+        here = size - far
+        nodes = size / here
+        free = min(nodes, limit[0] * max(1.0, nodes / limit[1]))
+        met = free * (1.0 - (1.0 - 1.0 / free) ** top_k)
+        sent = tokens * row_bytes
+        near = sent * top_k * (here - 1) / here
+        one = ExpertExchange(near, sent * met * (nodes - 1.0) / nodes, round(nodes) - 1 + here - 1)
+        most = max(most, one, key=lambda one: (one.far, one.near))
     return most
 
 

@@ -15,20 +15,12 @@ from collections import Counter
 
 from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
 from shoal.cost.gpu.device import CALIBRATED
-from shoal.cost.price.expert_hops import ExpertExchange, hops
+from shoal.cost.gpu.spec import SHOAL, EngineSpec, groups_of
+from shoal.cost.price.expert_hops import ExpertExchange, hops, once_a_node
 from shoal.cost.price.ops import stage_share
 from shoal.cost.price.rates import ranks_per_host
 from shoal.cost.price.shares import passes_of
 from shoal.ir import Layout, Machine, ModelShape, Parallel, TrainJob
-
-__all__ = [
-    "dispatch",
-    "dispatches",
-    "exchange_s",
-    "first_groups",
-    "held_parameters",
-    "ranks_per_node",
-]
 
 # Of a layer and micro-batch: rows go there and back, and so do their gradients.
 _EXCHANGES = 4
@@ -86,8 +78,21 @@ def dispatches(machine: Machine, split: Parallel) -> tuple[str, ...]:
     return ("flat", "2dh") if evenly else ("flat",)
 
 
+def spread(machine: Machine, split: Parallel) -> bool:
+    """Ranks that share out experts lie on several nodes."""
+    near = ranks_per_node(machine, split)
+    if near is None or split.ep == 1:
+        return False
+    return len({rank // near for rank in first_groups(split.experts(), "ep", 1)[0]}) > 1
+
+
 def dispatch(
-    job: TrainJob, shape: ModelShape, machine: Machine, microbatch: int, wire: dict[str, float]
+    job: TrainJob,
+    shape: ModelShape,
+    machine: Machine,
+    microbatch: int,
+    wire: dict[str, float],
+    engine: EngineSpec = SHOAL,
 ) -> float:
     """Seconds in which the experts' rows travel, of one micro-batch and the fullest stage.
 
@@ -97,17 +102,19 @@ def dispatch(
         machine: whose links they travel over.
         microbatch: sequences.
         wire: bytes that a rank sends in a step, by scope; added to.
+        engine: how tokens cross to other nodes.
     """
     split = job.parallel
     if not split.folded:
         return 0.0
     grid: Layout = split.experts()
     width = shape.hidden * (2.0 if job.precision == "bf16" else 4.0)
-    rows = microbatch * job.seq_len / split.cp / split.tp * shape.top_k
+    tokens = microbatch * job.seq_len / split.cp / split.tp
+    rows = tokens * shape.top_k
     per_node = ranks_per_node(machine, split)
     layers = mixture_layers(shape) * stage_share(shape, split.pp)
     passes = passes_of(job, microbatch)
-    times = layers * (_EXCHANGES + 2 * (job.recompute != "none"))
+    times = layers * (_EXCHANGES + 2 * (job.sends_again))
     seconds = 0.0
     # Over etp every rank's rows go to all the others, not a share to each.
     for axis, size in (("ep", split.ep), ("etp", split.etp)):
@@ -116,7 +123,10 @@ def dispatch(
         every = rows * (size if axis == "etp" else 1)
         groups = first_groups(grid, axis, max(1, per_node or 1))
         way = split.expert_dispatch if axis == "ep" else "flat"
-        for sent in hops(groups, width, every, per_node, way):
+        sends = hops(groups, width, every, per_node, way)
+        if axis == "ep" and engine.dedup and way == "flat":
+            sends = [once_a_node(groups, width, tokens, shape.top_k, groups_of(shape), per_node)]
+        for sent in sends:
             seconds += times * exchange_s(sent, machine)
             for scope, count in (("device", sent.near), ("node", sent.far)):
                 if count:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from shoal.cost.step_cost.roofline import cache_bytes_per_token
 from shoal.ir import HostLink, Machine, ModelShape
 
-__all__ = ["copy_bytes_per_s", "host_link"]
-
 # B/s of memory copied by a core, where it was not probed; of PCIe 4.0 with 16 lanes, as copies
 # of pinned memory reach it.
 _CPU_BYTES_PER_S = 4e9

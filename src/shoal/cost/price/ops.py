@@ -13,12 +13,10 @@ Legend: n tokens of the micro-batch, D hidden, V vocabulary, c bytes of the comp
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shoal.cost.arithmetic import expert_parameters, linears, mixture_layers, parameters
 from shoal.ir import ModelShape
-
-__all__ = ["OpGroup", "Style", "operators", "stage_share"]
 
 Style = Literal["cpu", "fused"]
 
@@ -70,6 +68,18 @@ MOST_PLAIN_SCORES = 2**25
 LOGITS_CHUNK = 2**24
 
 
+class FrozenPasses(NamedTuple):
+    """What frozen weights take to be multiplied, in bytes a weight read and written.
+
+    Args:
+        forward: of a forward pass, in which they are made in the compute type.
+        backward: of a backward pass, in which they are made again.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
 @dataclass(frozen=True)
 class OpGroup:
     """A group of equal operators.
@@ -88,6 +98,8 @@ class OpGroup:
         size_bytes: bytes that one of its operators touches.
         forward_calls: operators launched forward.
         backward_calls: operators launched backward.
+        gaps: share of its calls, on an accelerator, whose kernels follow the last one after a gap
+            that no other group counts.
         backward_share: share of the product's backward pass that runs backward; the loss
             makes its gradients forward.
         recomputed: full recomputation runs its forward pass again.
@@ -116,6 +128,7 @@ class OpGroup:
     size_bytes: float = 0.0
     forward_calls: int = 1
     backward_calls: int = 2
+    gaps: float = 1.0
     backward_share: float = 1.0
     recomputed: bool = True
     keys: float = 1.0
@@ -146,6 +159,7 @@ def operators(
     pp: int = 1,
     vocab: int | None = None,
     experts: tuple[int, int] | None = None,
+    frozen: FrozenPasses | None = None,
 ) -> tuple[OpGroup, ...]:
     """Everything that the fullest pipeline stage of one tensor rank runs for one micro-batch.
 
@@ -160,6 +174,7 @@ def operators(
         vocab: ranks that share the vocabulary; ``tp`` if not given.
         experts: ep and etp, where experts have a grid of their own; else the tensor ranks share
             the width of each.
+        frozen: of weights without gradients; None where all are trained.
     """
     n = float(seq_len * microbatch)
     layers = stage_share(shape, pp) * shape.num_layers
@@ -268,34 +283,44 @@ def operators(
         )
     held = parameters(shape) - (1 - tp / (ep * etp)) * expert_parameters(shape)
     local = held * share / tp
-    weights = max(1.0, 5.0 * layers)
-    if low:
-        # Autocast copies every matrix to bf16 once a forward pass; gradients come back.
-        ops.append(
-            OpGroup(
-                "weight_cast",
-                "memory",
-                forward_bytes=6.0 * local,
-                backward_bytes=6.0 * local,
-                size_bytes=6.0 * local / weights,
-                forward_calls=int(weights),
-                backward_calls=int(weights),
-                recomputed=False,
-            )
-        )
-    ops.append(
-        OpGroup(
-            "gradient_sum",
-            "memory",
-            backward_bytes=12.0 * local,
-            size_bytes=12.0 * local / weights,
-            forward_calls=0,
-            backward_calls=int(weights),
-            recomputed=False,
-        )
-    )
+    ops.extend(passing_weights(local, 5.0 * layers, precision, frozen))
     ops.extend(_ends(shape, n=n, c=c, low=low, vocab=vocab or tp, style=style))
     return tuple(ops)
+
+
+def passing_weights(
+    local: float, pieces: float, precision: str, frozen: FrozenPasses | None
+) -> list[OpGroup]:
+    """What passes over all weights of a rank: copies in the compute type, sums of gradients.
+
+    Args:
+        local: weights of the rank.
+        pieces: matrices that they are.
+        precision: of the job.
+        frozen: of weights without gradients; None where all are trained.
+    """
+    # Autocast copies every matrix to bf16 once a forward pass; gradients come back.
+    casts = FrozenPasses(6.0, 6.0) if precision == "bf16" else FrozenPasses()
+    if frozen is not None:
+        casts = frozen
+    both = [("weight_cast", *casts)] if any(casts) else []
+    if frozen is None:
+        both.append(("gradient_sum", 0.0, 12.0))
+    pieces = max(1.0, pieces)
+    return [
+        OpGroup(
+            name,
+            "memory",
+            forward_bytes=ahead * local,
+            backward_bytes=behind * local,
+            size_bytes=max(ahead, behind) * local / pieces,
+            forward_calls=int(pieces) if ahead else 0,
+            backward_calls=int(pieces) if behind else 0,
+            # What is kept for the backward pass is not made again.
+            recomputed=frozen is not None and behind > 0,
+        )
+        for name, ahead, behind in both
+    ]
 
 
 def _attention(

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from shoal.cost.gpu.kernels import GAP_S
 from shoal.cost.price.ops import OpGroup
 from shoal.cost.price.rates import REPACKED, Curve, KernelRates
-
-__all__ = ["PassSeconds", "op_pass"]
 
 # On a CPU an operator of a step finds its operands displaced from the caches and writes to
 # memory fresh from the allocator; the probe repeats one operator on the same arrays. The
@@ -82,8 +81,9 @@ def op_pass(
     traffic = op.backward_bytes if backward else op.forward_bytes
     displaced = DISPLACED if cpu else 1.0
     if op.kind == "memory":
-        seconds = displaced * traffic / stream(max(1.0, op.size_bytes))
-        return PassSeconds(memory=op.count * seconds, calls=calls)
+        seconds = op.count * displaced * traffic / stream(max(1.0, op.size_bytes))
+        gaps = 0.0 if cpu else op.gaps * calls
+        return PassSeconds(memory=seconds + GAP_S * gaps, calls=calls)
     if op.kind == "attention":
         if isinstance(matmul, KernelRates):
             seconds = matmul.attention_s(op, backward=backward)

@@ -20,17 +20,6 @@ from shoal.cost.gpu.kernels import GROUPED, attention_s, gemm_s
 from shoal.cost.price.ops import OpGroup
 from shoal.ir import Link, Machine, Measurement, MemoryTier, Parallel
 
-__all__ = [
-    "Curve",
-    "KernelRates",
-    "RankRates",
-    "context_link",
-    "data_link",
-    "neighbours_link",
-    "ranks_per_host",
-    "tensor_link",
-]
-
 # Share of a level's plain bandwidth that a framework's elementwise operator reaches on a CPU when
 # it was not measured: it allocates its result, and it cannot prefetch across operators.
 STREAM_SHARE = 0.5
@@ -144,8 +133,6 @@ class RankRates:
     """Rates of one rank.
 
     Args:
-        machine: the machine.
-        parallel: the ranks.
         threads: threads of one rank; 0 shares the cores among the ranks of a host.
         constants: of an accelerator.
     """

@@ -18,8 +18,6 @@ from shoal.cost.price.shares import passes_of
 from shoal.ir import Machine, ModelShape, TrainJob, Work
 from shoal.machine.rehearsals import REHEARSALS, REHEARSED
 
-__all__ = ["OperatorTimes", "RehearsedRates", "events"]
-
 # Which rehearsals apply to which split.
 _TELL = {
     "tp": ("tp2", "tp2 of 4", "tp4"),
@@ -51,10 +49,10 @@ def events(job: TrainJob, shape: ModelShape) -> dict[str, float]:
     layers = -(-shape.num_layers // split.pp)
     events: dict[str, float] = {}
     if split.tp > 1:
-        met = (layers * (6 if job.recompute == "full" else 4) + 2.0) * passes
+        met = (layers * (6 if job.sends_again else 4) + 2.0) * passes
         events["sp" if split.sp else "tp"] = met
     if split.cp > 1:
-        turns = split.cp + (split.cp - 1) * (1 if job.recompute == "full" else 0)
+        turns = split.cp + (split.cp - 1) * job.sends_again
         events["cp"] = float(layers * passes * turns)
     if split.pp > 1:
         events["pp"] = float(passes * split.vpp)
@@ -73,7 +71,6 @@ class RehearsedRates:
     """What the rehearsals of a machine say.
 
     Args:
-        machine: what was probed.
         told: seconds of a job by its operators alone.
     """
 

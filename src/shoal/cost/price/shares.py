@@ -6,8 +6,6 @@ from shoal.core.parts import table
 from shoal.core.traits import traits
 from shoal.ir import TrainJob
 
-__all__ = ["microbatch_of", "passes_of", "sharers", "vocab_ranks", "workers_of"]
-
 
 def microbatch_of(job: TrainJob) -> int:
     """Sequences of one forward pass on one rank; all of a rank's if the job does not say."""

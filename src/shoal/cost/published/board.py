@@ -12,8 +12,6 @@ from shoal.core.config import Value
 from shoal.core.errors import require
 from shoal.core.svg import Chart, Series
 
-__all__ = ["CLOSE", "Scoreboard", "ScoredRow", "half_width", "scatter", "share_within", "widths"]
-
 # Share of the rows of a new publication that an interval is to hold; a row counts as a hit
 # where the error is at most CLOSE.
 COVERED = 0.90
@@ -26,7 +24,6 @@ class ScoredRow(Value):
     """One row: what was reported and what Shoal says.
 
     Args:
-        id: of the row.
         group: the publication; what belongs to one project is one.
         device: as published.
         devices: their number.
@@ -130,6 +127,21 @@ def share_within(rows: Iterable[ScoredRow], limit: float = CLOSE) -> float:
     """Share of rows whose error is at most ``limit``."""
     results = [abs(row.error) <= limit for row in rows]
     return sum(results) / len(results) if results else 0.0
+
+
+def figures(errors: Iterable[float]) -> dict[str, float]:
+    """What a table says of errors: their number, median, what nine in ten keep to, share of hits.
+
+    Args:
+        errors: predicted over measured, less one; at least one.
+    """
+    own = sorted(abs(error) for error in errors)
+    return {
+        "rows": len(own),
+        "median_error": median(own),
+        "p90_error": own[math.ceil(0.9 * len(own)) - 1],
+        "share_within_25": sum(error <= CLOSE for error in own) / len(own),
+    }
 
 
 def half_width(errors: Iterable[tuple[str, float]]) -> float:

@@ -20,15 +20,13 @@ from shoal.cost.gpu.device import GpuCalibration
 from shoal.cost.published.plan import predict
 from shoal.cost.published.rows import PublishedRow, read, replay
 
-__all__ = ["NAMED", "PRIOR", "at_most_five", "calibrate", "calibration_for", "fit", "fitted"]
-
 # One row for each constant: products in bf16 and in fp8, streams, links, the host.
 NAMED = (
     "foundry-h100-80gb-13b-s2048-g128-mb16",
     "mlperf-5.0-405b-h100-512",
     "torchtitan-8b-8-fsdp",
     "megatron-seqpar-22B-mfu",
-    "bridge-25.11-pre-training-qwen3_235b_a22b-b200-fp8-mx-g64-b1024",
+    "bridge-26.02-pre-training-qwen3_30b_a3b-h100-fp8-g16-b1024",
 )
 # Starting values. gemm: a step's products run at the clock that the power limit leaves, some
 # 15 % below a short probe's; stream: a fused kernel's share of the data sheet (STREAM on GPUs

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from shoal.cost.gpu.engines import ENGINES as HANDED_OVER
 from shoal.cost.gpu.engines import MEGATRON
 from shoal.cost.gpu.spec import EngineSpec
-
-__all__ = ["ENGINES", "engine_of", "group_of"]
 
 _MEGATRON_21 = EngineSpec(
     "Megatron-LM 2021",
@@ -32,8 +31,10 @@ ENGINES: dict[str, EngineSpec] = {
     "bridge": replace(MEGATRON, name="Megatron-Bridge"),
     "bridge-2025": replace(MEGATRON, name="Megatron-Bridge before 26.04", fused_experts=False),
     "mlperf": replace(MEGATRON, name="NeMo MLPerf", graphs=True),
-    "torchtitan": EngineSpec("torchtitan", style="eager", attention="flash2", loss_bytes=40.0),
-    "torchtitan-compile": EngineSpec("torchtitan, compiled", attention="flash2", loss_bytes=24.0),
+    "torchtitan": HANDED_OVER["torchtitan"],
+    "torchtitan-compile": replace(
+        HANDED_OVER["torchtitan"].compiled(), name="torchtitan, compiled"
+    ),
     "composer": EngineSpec(
         "Composer, FSDP", style="eager", attention="flash1", loss_bytes=32.0, grad_bytes=2.0
     ),

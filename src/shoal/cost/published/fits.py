@@ -8,8 +8,6 @@ from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.gpu.spec import block_weights
 from shoal.cost.published.runs import PublishedRun
 
-__all__ = ["memory_bytes"]
-
 
 def memory_bytes(run: PublishedRun) -> float:
     """Weights, gradients, states and the activations of the first stage."""

@@ -7,8 +7,6 @@ import re
 from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.published.rows import TrainReplay
 
-__all__ = ["reason_of"]
-
 # Pattern of the row's id -> what is known.
 _KNOWN = (
     (

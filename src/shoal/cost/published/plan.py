@@ -13,8 +13,6 @@ from shoal.cost.published.runs import PublishedRun, engine_as_run, job_of, machi
 from shoal.cost.training.step import Pricer
 from shoal.ir import Estimate, Work
 
-__all__ = ["PublishedPrediction", "predict"]
-
 _TENSOR = (1, 2, 4, 8)
 _PIPELINE = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MICRO = (1, 2, 4, 8, 16, 32, 64)

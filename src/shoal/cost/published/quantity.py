@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.cost.arithmetic import mixture_layers
-from shoal.cost.gpu.spec import block_weights, latent_of
+from shoal.cost.arithmetic import attention_width, mixture_layers
+from shoal.cost.gpu.spec import block_weights
 from shoal.cost.published.rows import PublishedRow
 from shoal.cost.published.runs import PublishedRun
-
-__all__ = ["reported"]
 
 # TFLOP/s of these count the recomputed forward pass (factor 8 or 96 instead of 6 or 72).
 _RECOMPUTED = {"megatron-sc21", "bigscience", "deepspeed", "mt-nlg", "frontier", "opt"}
@@ -21,10 +19,7 @@ def model_flops(run: PublishedRun, *, square: bool = True) -> float:
     share = shape.top_k / shape.num_experts if sparse else 0.0
     weights = (shape.num_layers - sparse) * dense + sparse * (rest + share * experts)
     weights += shape.vocab_size * shape.hidden
-    latent = latent_of(shape)
-    width = shape.num_heads * (
-        (latent.plain + latent.rotary + latent.value) / 2 if latent else shape.head_dim
-    )
+    width = shape.num_heads * attention_width(shape)
     attention = 4.0 * shape.num_layers * width * run.seq_len * (1.0 if square else 0.5)
     return 2.0 * weights + attention
 

@@ -23,8 +23,6 @@ from shoal.cost.published.runs import PublishedRun
 from shoal.cost.shapes import find
 from shoal.ir import ModelShape
 
-__all__ = ["PublishedRow", "read", "replay"]
-
 _NEEDED = ("id", "source", "model", "device", "reported_metric", "reported_value")
 METRICS = ("tokens_per_s_per_gpu", "step_s", "mfu", "hfu", "tflops_per_gpu")
 
@@ -34,11 +32,7 @@ class PublishedRow:
     """One published measurement.
 
     Args:
-        id: of the row.
         group: the publication; all tables of one project are one.
-        source: as published.
-        metric: what was reported.
-        value: the number.
         remembered: the value or a deciding setting was recalled, not read.
         raw: every cell.
     """
@@ -108,7 +102,6 @@ class TrainReplay:
     """A row as a run.
 
     Args:
-        row: the row.
         run: how it was run.
         gpu: on what.
         filled: rules by which the row was completed.
@@ -333,6 +326,12 @@ def replay(row: PublishedRow) -> TrainReplay:
         zero = number("zero_stage")
         if row.group == "nanotron":
             engine = replace(engine, sharded_update=zero > 0)
+    # Of Megatron-Bridge, as the recipes of its releases 0.1 to 0.5 say (scripts/performance).
+    exchange = row.raw.get("expert_exchange", "")
+    if "all-to-all" in exchange:
+        engine = replace(engine, dedup=False)
+    if row.raw.get("recorded"):
+        engine = replace(engine, graphs=True)
     vocab = "pp" if re.search(r"vocab-1|interlaced", row.id) else "tp"
     modern = engine.name not in ("Megatron-LM 2021", "Megatron-DeepSpeed")
     if row.group == "megatron-core-readme" and pp > 1 and vpp == 1:
@@ -356,6 +355,7 @@ def replay(row: PublishedRow) -> TrainReplay:
         recompute=recompute,  # type: ignore[arg-type]
         precision=precision,
         tuned="lora" if "LoRA" in row.raw["model"] else "all",
+        overlap="experts" if "hidden" in exchange else "none",
         window=_window(row),
     )
     if row.group == "torchtitan" and run.pp > 1 and "interleaved" in row.raw.get("schedule", ""):

@@ -9,8 +9,6 @@ from shoal.cost.gpu.device import Accelerator
 from shoal.cost.gpu.spec import EngineSpec, Recompute
 from shoal.ir import Device, Link, Machine, MemoryTier, ModelShape, TrainJob
 
-__all__ = ["PublishedRun", "engine_as_run", "job_of", "machine_of"]
-
 _SHARDS = ("replicated", "zero1", "zero2", "zero3")
 _PLAIN = ("fp32", "bf16", "fp16")
 
@@ -20,16 +18,10 @@ class PublishedRun:
     """One training step, in full.
 
     Args:
-        shape: the model.
         seq_len: tokens of a sequence.
         micro_batch: sequences of one pass.
         global_batch: sequences of a step.
         engine: how it is run.
-        dp: data-parallel ranks.
-        tp: tensor-parallel ranks.
-        pp: pipeline stages.
-        cp: context-parallel ranks.
-        ep: expert-parallel ranks.
         vpp: chunks of a stage.
         sp: norms and residuals are divided over the tensor ranks.
         zero: what is divided over data-parallel ranks, 0 to 3.
@@ -38,7 +30,8 @@ class PublishedRun:
         recompute: what runs again: nothing; attention's inside; half of each block; all.
         precision: bf16, fp16, fp32, fp8 (per tensor), mxfp8, fp8-rows or fp4.
         tuned: all weights are trained, or only adapters beside them (lora).
-        causal_window: keys that a query sees at most, 0 for all; and on which share of layers.
+        overlap: what travels while other micro-batches are computed: nothing, or experts' tokens.
+        window: keys that a query sees at most, 0 for all; and on which share of layers.
     """
 
     shape: ModelShape
@@ -59,6 +52,7 @@ class PublishedRun:
     recompute: Recompute = "none"
     precision: str = "bf16"
     tuned: Literal["all", "lora"] = "all"
+    overlap: Literal["none", "experts"] = "none"
     window: tuple[int, float] = (0, 0.0)
 
     @property
@@ -89,6 +83,7 @@ def job_of(run: PublishedRun) -> TrainJob:
                 "ep": run.ep,
                 "vpp": run.vpp,
                 "sp": run.sp,
+                "overlap": run.overlap,
                 "vocab": "pp" if run.vocab == "pp" else "auto",
                 "schedule": "interleaved" if run.vpp > 1 else "1f1b",
             },

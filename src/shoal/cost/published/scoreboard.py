@@ -24,8 +24,6 @@ from shoal.cost.published.plan import PublishedPrediction, predict
 from shoal.cost.published.quantity import reported
 from shoal.cost.published.rows import PublishedRow, TrainReplay, UnplayableError, read, replay
 
-__all__ = ["alternatives", "score_training"]
-
 
 def _short(run: PublishedPrediction) -> str:
     r = run.run

@@ -1,4 +1,10 @@
-"""The published serving rows: read, turned into servers and loads, predicted."""
+"""The published serving rows: read, priced by what prices plans, for the engine that ran.
+
+On accelerators that is :class:`~shoal.cost.step_cost.accelerated.AcceleratedStepCost`, on CPUs
+:class:`~shoal.cost.step_cost.roofline.Roofline`. No row of this table sets a constant: those of
+vLLM and TensorRT-LLM are set by measured closed loops of another publication
+(:mod:`shoal.cost.published.silicon_calibration`), the others are counted, documented or assumed.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +18,19 @@ from importlib import resources
 from pathlib import Path
 
 from shoal.core.errors import ConfigError, require
-from shoal.cost.gpu.serve import (
-    Load,
-    ServeCalibration,
-    Server,
-    batch_of,
-    full_load_s,
-    prefill_s,
-    step_s,
-)
-from shoal.cost.published.hosts import host_of
+from shoal.cost.kernels.bounds import FORMATS
+from shoal.cost.kernels.serving_engines import ENGINES, ServingEngine
+from shoal.cost.published.devices import cpu, served_by
 from shoal.cost.published.rows import UnplayableError
+from shoal.cost.serving.closed_loop import Clients, arriving, drained_s, prompt_s
 from shoal.cost.shapes import find
+from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, ServingSplit
+from shoal.cost.step_cost.roofline import Roofline
+from shoal.cost.step_cost.sharded import ShardedStepCost
 from shoal.ir import ModelShape
 
-__all__ = ["ServeReplay", "ServeRow", "predict_serving", "read_serving", "replay_serving"]
-
-METRICS = (
+_MEANS = ("ttft_ms_mean", "tpot_ms_mean", "latency_ms_mean")
+_METRICS = (
     "output_tokens_per_s_total",
     "output_tokens_per_s_per_gpu",
     "total_tokens_per_s_per_gpu",
@@ -37,10 +39,8 @@ METRICS = (
     "prefill_tokens_per_s",
     "ttft_ms",
     "tpot_ms",
-    "ttft_ms_mean",
-    "tpot_ms_mean",
-    "latency_ms_mean",
     "s_per_token",
+    *_MEANS,
 )
 _NEEDED = ("id", "source", "engine", "model", "device", "workload", "metric", "value")
 _GROUPS = (
@@ -61,12 +61,8 @@ class ServeRow:
     """One published measurement of serving.
 
     Args:
-        id: of the row.
         group: the publication; what belongs to one project is one.
-        source: as published.
-        engine: the program.
         metric: what was reported, with its unit.
-        value: the number.
         remembered: it was recalled, not read.
         raw: every cell.
     """
@@ -134,18 +130,33 @@ class ServeReplay:
     """A row as a server under a load.
 
     Args:
-        row: the row.
-        server: who serves.
-        load: what is asked.
+        engine: that ran.
+        prompt: tokens of a prompt; the mean where they differ.
+        output: tokens of an answer, likewise.
         devices: all devices.
+        run: degrees and formats, in short.
         filled: rules by which the row was completed.
     """
 
     row: ServeRow
-    server: Server
-    load: Load
+    cost: AcceleratedStepCost | ShardedStepCost
+    engine: ServingEngine
+    prompt: int
+    output: int
     devices: int
+    run: str
     filled: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model."""
+        cost = self.cost
+        return cost.shape if isinstance(cost, AcceleratedStepCost) else cost.roofline.shape
+
+    @property
+    def on_cpu(self) -> bool:
+        """It ran on a CPU."""
+        return isinstance(self.cost, ShardedStepCost)
 
 
 _NAMES = (
@@ -167,20 +178,18 @@ _NAMES = (
     (r"gpt-oss-20b", "gpt-oss-20b"),
     (r"Llama-4 Maverick", "Llama-4-Maverick-17B-128E"),
 )
-# Bytes of a weight. The k-quants of llama.cpp keep some matrices wider: averages of its files.
-_WEIGHT = (
-    (r"(?i)fp4|nvfp4", 0.5625),
-    (r"Q4_K_M", 0.613),
-    (r"Q4_K_S|Q4_0", 0.575),
-    (r"IQ4_XS", 0.54),
-    (r"(?i)int4", 0.5625),
-    (r"Q8|int8|fp8|(?i:q8)", 1.06),
-    (r"(?i)fp32", 4.0),
+_FORMATS = (
+    (r"(?i)fp4", "nvfp4"),
+    (r"Q4_K_M", "q4_k_m"),
+    (r"Q4_K_S", "q4_k_s"),
+    (r"Q4_0", "q4_0"),
+    (r"IQ4_XS", "iq4_xs"),
+    (r"int4.*32", "int4_g32"),
+    (r"int4", "int4"),
+    (r"Q8", "q8_0"),
+    (r"int8", "int8"),
+    (r"fp8", "fp8"),
 )
-
-
-def _bytes(precision: str) -> float:
-    return next((size for pattern, size in _WEIGHT if re.search(pattern, precision)), 2.0)
 
 
 def _shape(model: str) -> ModelShape:
@@ -215,7 +224,42 @@ def _shape(model: str) -> ModelShape:
 
 
 # Mean lengths of the traces, as their publications and NanoFlow's table 4 give them.
-_TRACES = {"Splitwise": (1155.0, 211.0), "LMSYS-Chat": (102.0, 222.0), "ShareGPT": (246.0, 322.0)}
+_TRACES = {"Splitwise": (1155, 211), "LMSYS-Chat": (102, 222), "ShareGPT": (246, 322)}
+# Engines that no plan is for. vLLM before its version 0.6: prompts first, in steps of their own,
+# and a host that takes 62 % of the time of 8B on an H100, some 25 ms with 256 requests (vLLM,
+# Performance Update, September 2024); DeepSpeed-FastGen mixes them. NanoFlow (Zhu et al., 2024):
+# two halves of a step of at most 2,048 tokens beside each other. TensorRT-LLM 0.5: a layer's
+# kernels one by one. gpt-fast: compiled, with recorded graphs. ik_llama.cpp: rows repacked. SGLang
+# on a CPU: PyTorch and the CPU's matrix units. Nothing else of them is measured elsewhere.
+_VLLM_2024 = replace(ENGINES["vllm"], step_s=0.015, sequence_s=4e-5, mixed=False)
+_LLAMA_CPP, _TRTLLM = ENGINES["llamacpp"], ENGINES["trtllm"]
+_ENGINES: dict[tuple[str, str], ServingEngine] = {
+    ("nanoflow", "vLLM"): _VLLM_2024,
+    ("nanoflow", "DeepSpeed-FastGen"): replace(_VLLM_2024, mixed=True),
+    ("nanoflow", "TensorRT-LLM"): replace(_TRTLLM, most=256),
+    ("nanoflow", "NanoFlow"): replace(_TRTLLM, overlap=True),
+    ("gpt-fast", "gpt-fast"): ServingEngine("gpt-fast"),
+    ("ik_llama.cpp", "ik_llama.cpp"): replace(_LLAMA_CPP, products=1.0),
+    ("sglang-xeon", "SGLang"): ServingEngine("SGLang", step_s=3e-4, packed="int8"),
+    ("nano-vllm", "nano-vLLM"): ServingEngine(
+        "nano-vLLM", step_s=2e-3, sequence_s=2e-5, mixed=False, most=512
+    ),
+}
+_TRTLLM_05 = replace(_TRTLLM, layer_s=4e-5)
+# Requests of a run of TensorRT-LLM's overview, by (prompt, answer).
+_REQUESTS = {
+    (128, 128): 30000,
+    (128, 2048): 3000,
+    (1000, 1000): 3000,
+    (2048, 128): 3000,
+    (2048, 2048): 1500,
+    (5000, 500): 1500,
+    (20000, 2000): 1000,
+    (8192, 1024): 1500,
+    (1024, 8192): 1500,
+    (32768, 1024): 1000,
+    (1024, 32768): 1000,
+}
 
 
 def replay_serving(row: ServeRow) -> ServeReplay:
@@ -223,173 +267,115 @@ def replay_serving(row: ServeRow) -> ServeReplay:
 
     Raises:
         UnplayableError: what decides is not stated or not modelled.
+        ShoalError: an unknown device, or degrees that do not fit the model.
     """
-    raw = row.raw
+    raw, work = row.raw, row.raw["workload"]
     filled: list[str] = []
-    if row.metric not in METRICS:
-        raise UnplayableError(f"metric {row.metric!r}: expected one of {', '.join(METRICS)}")
+    if row.metric not in _METRICS:
+        raise UnplayableError(f"metric {row.metric!r}: expected one of {', '.join(_METRICS)}")
     if row.group == "tpi-llm":
         raise UnplayableError("weights come from disk and over networks whose rates are not stated")
     if "+" in raw["device"]:
         raise UnplayableError("experts are split between a GPU and its host, which is not modelled")
-    shape = _shape(raw["model"])
-    host = host_of(raw["device"])
-    devices = int(raw["devices"] or 0)
-    tp = int(raw["tp"] or 0)
-    precision = raw["precision"]
+    shape, devices = _shape(raw["model"]), int(raw["devices"] or 0)
     if row.group == "nanoflow" and not devices:
         devices = 1 if "8b" in row.id else 8
         filled.append(f"{devices} devices, as in its paper")
     devices = devices or 1
-    weight = _bytes(precision)
-    quantised = bool(re.search(r"Q\d|IQ\d|int4|int8", precision))
-    server = Server(shape, host, weight_bytes=weight, quantised=quantised)
-    work = raw["workload"]
-    if row.group == "tensorrt-llm":
-        old = "0.5.0" in row.source
-        server = replace(
-            server,
-            dtype="fp4" if precision == "fp4" else "fp8",
-            kv_bytes=1.0,
-            tp=tp or 1,
-            gap=1.0 if old else 0.35,
-            kernels=14 if old else 10,
-            step=0.0 if old else 1.0,
-            most=int(row.of("batch")) or 2048,
-            dense_bytes=2.0 if "gpt-oss" in raw["model"] else 0.0,
-        )
-        if "gpt-oss" in raw["model"]:
-            # Its experts are four bits wide; Hopper multiplies them as bf16.
-            server = replace(server, weight_bytes=0.53, dtype="bf16", quantised=True)
-        if re.search(r"DEP(\d)", work):
-            server = replace(server, tp=1, experts_dp=devices)
-            if "deepseek" in row.id and precision == "fp4":
-                server = replace(server, dense_bytes=1.0)
-    elif row.group == "nanoflow":
-        fast = row.engine == "NanoFlow"
-        shares = {"NanoFlow": 1.0, "TensorRT-LLM": 1.0, "vLLM": 1.0}
-        server = replace(
-            server,
-            tp=devices,
-            gap=0.35 if row.engine in ("TensorRT-LLM", "NanoFlow") else 1.0,
-            step=0.0 if fast else 1.0 if row.engine == "TensorRT-LLM" else 8.0,
-            overlap=fast,
-            most=2048 if fast else 256,
-            products=shares.get(row.engine, 1.0),
-        )
-    elif row.group == "gpt-fast":
-        server = replace(server, tp=devices)
-        if "MI250X" in raw["device"]:
-            server = replace(server, tp=1)
-    elif row.group == "llama-bench":
-        server = replace(server, stages=devices, kernels=14, chunk=512.0, plain=True)
-    elif row.group == "ik_llama.cpp":
-        server = replace(server, kernels=0, chunk=512.0, products=_repacked(work, precision))
-    elif row.group == "sglang-xeon":
-        fast = row.engine == "SGLang"
-        server = replace(
-            server, kernels=10, gap=0.6, products=1.0 if fast else 0.25, tp=devices if fast else 1
-        )
-    elif row.group == "llmservingsim":
-        server = replace(
-            server,
-            tp=devices if "tp=" not in work and "dp=" not in work else 1,
-            experts_dp=2 if "dp=2" in work else 1,
-            most=int(row.of("max_num_seqs")) or 256,
-            gap=0.5,
-        )
-    elif row.group == "nano-vllm":
-        server = replace(server, gap=0.5, most=256 if row.engine == "vLLM" else 512)
-    trace = next((v for name, v in _TRACES.items() if f"trace={name}" in work), None)
-    if trace:
-        load = Load(*trace)
+    engine = _engine(row)
+    form = next((f for p, f in _FORMATS if re.search(p, raw["precision"])), "bf16")
+    prompt = row.of("input_len") or row.of("input_len_mean")
+    output = row.of("output_len") or row.of("output_len_mean")
+    if trace := next((v for name, v in _TRACES.items() if f"trace={name}" in work), None):
+        prompt, output = trace
         filled.append("mean lengths of the trace")
     elif row.group == "nano-vllm":
-        load = Load(562.0, 523.0)
+        prompt, output = 562, 523
+        filled.append("mean lengths")
+    cost: AcceleratedStepCost | ShardedStepCost
+    if re.search(r"CPU|Xeon", raw["device"]):
+        degree = devices if engine.name == "SGLang" else 1
+        machine = cpu(raw["device"])
+        width = None if form == "bf16" else FORMATS[form].weight_bytes
+        roofline = Roofline(machine, shape, "bf16", weight_bytes=width, engine=engine)
+        cost = ShardedStepCost(roofline, degree, 1, machine.link("node"))
+        run = f"tp{degree} {form}"
     else:
-        load = Load(
-            row.of("input_len") or row.of("input_len_mean"),
-            row.of("output_len") or row.of("output_len_mean"),
-        )
-    return ServeReplay(row, server, load, devices, tuple(filled))
+        split, formats = _split(row, shape, devices, filled), _formats(row, shape, form)
+        cost = AcceleratedStepCost(served_by(raw["device"]), shape, engine, split, formats)
+        run = f"tp{split.tp} x {split.replicas} x {split.pp} {formats.dense}/{formats.experts}"
+    run += f", {prompt:.0f} in, {output:.0f} out"
+    return ServeReplay(row, cost, engine, round(prompt), round(output), devices, run, tuple(filled))
 
 
-def _repacked(work: str, precision: str) -> float:
-    """Share of the usual efficiency of products on a CPU, by how weights lie in memory."""
-    if "repacking" in work or "R8" in precision:
-        return 1.0
-    return 0.4
+def _engine(row: ServeRow) -> ServingEngine:
+    if row.group == "tensorrt-llm" and "0.5.0" in row.source:
+        return _TRTLLM_05
+    known = {engine.name: engine for engine in ENGINES.values()}
+    engine = _ENGINES.get((row.group, row.engine)) or known.get(row.engine)
+    if engine is None:
+        raise UnplayableError(f"engine {row.engine!r}: expected one of {', '.join(known)}")
+    return replace(engine, most=int(row.of("max_num_seqs")) or engine.most)
 
 
-def predict_serving(replay: ServeReplay, k: ServeCalibration) -> float:
-    """The row's quantity by the model."""
-    row, server, load = replay.row, replay.server, replay.load
-    metric = row.metric
-    stages = server.stages
+def _split(row: ServeRow, shape: ModelShape, devices: int, filled: list[str]) -> ServingSplit:
+    degree, work = int(row.raw["tp"] or 1), row.raw["workload"]
+    if row.group == "llama-bench":
+        return ServingSplit(pp=devices)
+    if row.group in ("nanoflow", "gpt-fast"):
+        return ServingSplit(tp=1 if "GCD" in row.raw["device"] else devices)
+    if "dp=2" in work or re.search(r"DEP(\d)", work):
+        return ServingSplit(1, devices, 1, devices)
+    if row.group == "tensorrt-llm" and shape.num_experts and devices > 1:
+        filled.append("attention of each device for requests of its own (enable_attention_dp)")
+        return ServingSplit(1, devices, 1, devices)
+    return ServingSplit(tp=degree)
+
+
+def _formats(row: ServeRow, shape: ModelShape, form: str) -> Formats:
+    if row.group == "tensorrt-llm":
+        if shape.family == "gpt-oss":
+            # On Hopper its cache has 16 bits (kv_cache_config: auto).
+            return Formats("bf16", "mxfp4", "bf16")
+        if shape.family.startswith("DeepSeek"):
+            return Formats("fp8_block", "nvfp4" if form == "nvfp4" else "fp8_block", "fp8")
+        return Formats(form, form, "fp8")
+    head = {"llama-bench": "q6_k" if form != "bf16" else form, "gpt-fast": form}
+    return Formats(form, form, "bf16", head.get(row.group, "bf16"))
+
+
+def predict_serving(replay: ServeReplay) -> float:
+    """The row's quantity by the cost of its steps."""
+    row, cost, engine = replay.row, replay.cost, replay.engine
+    prompt, output, metric = replay.prompt, replay.output, row.metric
+    before, batch = int(row.of("kv_len")), int(row.of("batch"))
     if metric == "prefill_tokens_per_s":
-        tokens = load.prompt
-        return tokens / prefill_s(server, k, tokens, row.of("kv_len"))
-    if metric in ("decode_tokens_per_s", "decode_tokens_per_s_total"):
-        batch = row.of("batch") or 1.0
-        context = row.of("kv_len") + load.prompt + load.output / 2
-        return batch / step_s(server, k, batch, context)
+        return prompt / prompt_s(cost, engine, prompt, before)
     if metric == "ttft_ms":
-        return 1e3 * prefill_s(server, k, load.prompt)
+        return 1e3 * prompt_s(cost, engine, prompt)
+    step = cost.seconds([(before + prompt + output // 2, 1)] * max(1, batch))
+    if metric.startswith("decode_tokens_per_s"):
+        return max(1, batch) / step
     if metric == "tpot_ms":
-        return 1e3 * step_s(server, k, 1.0, load.prompt + load.output / 2)
-    if row.group == "llmservingsim":
-        return _queued(replay, k)
-    if row.of("batch"):
-        batch = row.of("batch")
-        prompt = prefill_s(server, k, batch * load.prompt)
-        step = step_s(server, k, batch, load.prompt + load.output / 2)
-        return batch * load.output / (prompt + load.output * step)
-    seconds = full_load_s(server, k, load)
-    if metric == "total_tokens_per_s_per_gpu":
-        return (load.prompt + load.output) / seconds / replay.devices
-    rate = load.output / seconds
-    if metric == "output_tokens_per_s_per_gpu":
-        return rate / replay.devices
-    assert stages >= 1
-    return rate
-
-
-def _queued(replay: ServeReplay, k: ServeCalibration) -> float:
-    """Mean milliseconds of 300 requests that arrive ten a second, in arrival order."""
-    row, server, load = replay.row, replay.server, replay.load
-    number, rate = int(row.of("requests")), 10.0
-    slots = int(min(batch_of(server, load), server.most * server.experts_dp))
-    prompt = prefill_s(server, k, 2048.0) * load.prompt / 2048.0
-    now, arrived, done = 0.0, 0, 0
-    running: list[list[float]] = []
-    waiting: list[float] = []
-    first: list[float] = []
-    whole: list[float] = []
-    each: list[float] = []
-    while done < number:
-        while arrived < number and arrived / rate <= now:
-            waiting.append(arrived / rate)
-            arrived += 1
-        spent = 0.0
-        if waiting and len(running) < slots:
-            entered = waiting.pop(0)
-            spent += prompt
-            running.append([entered, now + prompt, 0.0])
-            first.append(now + prompt - entered)
-        if not running:
-            now = max(now, arrived / rate)
-            continue
-        spent += step_s(server, k, float(len(running)), load.prompt + load.output / 2)
-        spent += server.step * k.step_s
-        # Several steps at a time while nothing can change.
-        steps = 1.0 if waiting and len(running) < slots else 4.0
-        now += spent * steps
-        for item in running:
-            item[2] += steps
-        for item in [i for i in running if i[2] >= load.output]:
-            running.remove(item)
-            done += 1
-            whole.append(now - item[0])
-            each.append((now - item[1]) / load.output)
-    result = {"ttft_ms_mean": first, "tpot_ms_mean": each, "latency_ms_mean": whole}[row.metric]
-    return 1e3 * sum(result) / len(result)
+        return 1e3 * step
+    if not isinstance(cost, AcceleratedStepCost) or not (prompt and output):
+        raise UnplayableError(f"{metric}: needs lengths, and an accelerator")
+    if batch:
+        # One batch from its prompts to its last token.
+        whole = cost.seconds([(0, prompt)] * batch) + output * step
+        return batch * output / whole
+    many = min(engine.most * cost.split.replicas, cost.most_requests(prompt, output))
+    if engine.overlap:
+        many = min(many, engine.most * output / (prompt + output))
+    clients = Clients(many, prompt, output)
+    requests = row.of("requests")
+    if metric in _MEANS:
+        if not (requests and row.of("rate")):
+            raise UnplayableError(f"{metric}: needs requests and their rate")
+        seconds = arriving(cost, clients, row.of("rate"), int(requests))
+        return 1e3 * seconds[_MEANS.index(metric)]
+    if row.group == "tensorrt-llm":
+        requests = _REQUESTS.get((prompt, output), 0)
+    tokens = prompt + output if metric.startswith("total") else output
+    rate = tokens / drained_s(cost, clients, requests or math.inf)
+    return rate / replay.devices if metric.endswith("per_gpu") else rate

@@ -15,15 +15,12 @@ from shoal.cost.published.serving import (
     read_serving,
     replay_serving,
 )
-from shoal.cost.published.serving_calibration import SERVE_NAMED, serving_calibration_for
-
-__all__ = ["score_serving"]
 
 
 def score_serving(rows: tuple[ServeRow, ...] | None = None) -> Scoreboard:
     """Score all rows of the shipped table, or of another.
 
-    Constants and intervals of another table are those that the shipped one gives.
+    Intervals of another table are those that the shipped one gives.
     """
     return _shipped() if rows is None else _score(rows, _replayed(read_serving())[0])
 
@@ -40,26 +37,24 @@ def _replayed(rows: tuple[ServeRow, ...]) -> tuple[_Replayed, dict[str, str]]:
     """Rows that can be replayed, with their predictions, and why the others cannot."""
     skipped: dict[str, str] = {}
     results: list[tuple[ServeReplay, float]] = []
-    known = rows if any(row.id in SERVE_NAMED for row in rows) else None
     for row in rows:
         try:
             item = replay_serving(row)
-            value = predict_serving(item, serving_calibration_for(row.group, known))
-            results.append((item, value))
+            results.append((item, predict_serving(item)))
         except ShoalError as cause:
             skipped[row.id] = str(cause)
     return results, skipped
 
 
 def _kind(item: ServeReplay) -> str:
-    if item.server.host.cpu:
+    if item.on_cpu:
         return "cpu"
     return "prompt" if item.row.metric.startswith(("prefill", "ttft")) else "answer"
 
 
 def _reason(item: ServeReplay) -> str:
     row = item.row
-    if item.server.host.cpu:
+    if item.on_cpu:
         if row.group == "sglang-xeon":
             return "matrix units and nodes of memory of a 128-core CPU are far from their sheet"
         return "kernels that unpack weights on few threads are bound by the cores"
@@ -67,20 +62,13 @@ def _reason(item: ServeReplay) -> str:
         return "kernels of quantised products do not use the newest matrix instructions"
     if row.group == "llmservingsim":
         return "lengths vary: only their means are stated"
-    if item.server.shape.num_experts:
+    if item.shape.num_experts:
         return "small groups of experts, and their exchange, are slower than modelled"
+    if row.group == "nanoflow":
+        return "the host's seconds of a step on that machine are not stated, nor how lengths vary"
     if "0.5.0" in row.source:
         return "an early release: static batches, separate kernels"
     return "the engine's largest batch is not stated"
-
-
-def _run(item: ServeReplay) -> str:
-    server = item.server
-    parts = [f"tp{server.tp}"] if server.tp > 1 else []
-    parts += [f"stages{server.stages}"] if server.stages > 1 else []
-    parts += [f"dep{server.experts_dp}"] if server.experts_dp > 1 else []
-    load = f"{item.load.prompt:.0f} in, {item.load.output:.0f} out"
-    return " ".join([*parts, item.row.raw["precision"] or "bf16", load])
 
 
 def _score(rows: tuple[ServeRow, ...], others: _Replayed) -> Scoreboard:
@@ -104,11 +92,10 @@ def _score(rows: tuple[ServeRow, ...], others: _Replayed) -> Scoreboard:
                 predicted=value,
                 low=value / spread,
                 high=value * spread,
-                run=_run(item),
+                run=item.run,
                 bound="",
                 filled=item.filled,
                 remembered=row.remembered,
-                named=row.id in SERVE_NAMED,
                 reason=_reason(item) if far else "",
             )
         )

@@ -26,8 +26,6 @@ from shoal.cost.shapes import find
 from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, ServingSplit
 from shoal.ir import ModelShape
 
-__all__ = ["SiliconRun", "read_silicon", "read_text", "replay_silicon"]
-
 _DEVICES = {
     "a100_sxm": "A100-80GB",
     "l40s": "L40S",
@@ -49,15 +47,16 @@ class SiliconRun:
     """One measured run as the price sees it.
 
     Args:
-        id: of the row.
-        model: name of the shape.
         device: as published.
-        engine: that ran.
         loop: seconds by cause.
         ttft_s: measured s to the first token.
         tpot_s: measured s of a token.
         run: degrees and formats, in short.
         filled: rules by which the row was completed.
+        clients: what they ask for.
+        splits: of a server that decodes; then of one of prompts, if these have their own.
+        servers: of each of these kinds.
+        formats: of weights and cache.
     """
 
     id: str
@@ -69,6 +68,10 @@ class SiliconRun:
     tpot_s: float
     run: str
     filled: tuple[str, ...]
+    clients: Clients
+    splits: tuple[ServingSplit, ...]
+    servers: tuple[int, int]
+    formats: Formats
 
 
 def read_silicon(path: Path | None = None) -> tuple[dict[str, str], ...]:
@@ -106,15 +109,10 @@ def replay_silicon(row: Mapping[str, str]) -> SiliconRun:
             raise UnplayableError("it does not say how many servers compute prompts and decode")
         decode = _cost(row, "decode_" if split_mode else "", shape, engine, formats, filled)
         prefill = _cost(row, "prefill_", shape, engine, formats, filled) if split_mode else None
-        decoders = _number(row, "decode_num_workers")
-        clients = Clients(_clients(row, decode, decoders, filled), int(row["isl"]), int(row["osl"]))
-        loop = closed_loop(
-            decode,
-            clients,
-            prefill,
-            decoders=decoders,
-            prefillers=_number(row, "prefill_num_workers"),
-        )
+        servers = _number(row, "decode_num_workers"), _number(row, "prefill_num_workers")
+        number = _clients(row, decode, servers[0], filled)
+        clients = Clients(number, int(row["isl"]), int(row["osl"]))
+        loop = closed_loop(decode, clients, prefill, decoders=servers[0], prefillers=servers[1])
     except ShoalError as error:
         raise UnplayableError(str(error)) from error
     own = decode.split
@@ -130,6 +128,10 @@ def replay_silicon(row: Mapping[str, str]) -> SiliconRun:
         f"{own.experts_over}, {formats.dense}/{formats.experts}, {clients.number:g} clients, "
         f"{clients.prompt} + {clients.output} tokens",
         filled=tuple(dict.fromkeys(filled)),
+        clients=clients,
+        splits=(own, *(() if prefill is None else (prefill.split,))),
+        servers=servers,
+        formats=formats,
     )
 
 

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 from shoal.cost.kernels.serving_engines import ENGINES
-from shoal.cost.published.board import CLOSE, widths
+from shoal.cost.published.board import figures, widths
 from shoal.cost.published.rows import UnplayableError
 from shoal.cost.published.silicon import SiliconRun, read_silicon, replay_silicon
 from shoal.cost.published.silicon_calibration import fitted
 
-__all__ = [
-    "SiliconBoard",
-    "SiliconScore",
-    "score_silicon",
-    "score_silicon_file",
-    "silicon_page",
-    "silicon_results",
-    "worst",
-]
-
 Quantity = Literal["tpot", "ttft"]
-_QUANTITIES: tuple[Quantity, Quantity] = ("tpot", "ttft")
+QUANTITIES: tuple[Quantity, Quantity] = ("tpot", "ttft")
+"""Time per output token, and time to the first token."""
 # Left out of what sets the constants that predict a run: all runs of its model, or its device.
 _KEYS: dict[str, Callable[[SiliconRun], str]] = {
     "model": lambda run: "DeepSeek-V3, R1" if run.model.startswith("DeepSeek") else run.model,
@@ -42,7 +33,6 @@ class SiliconScore:
     """One run and what was predicted of it.
 
     Args:
-        run: the run.
         group: its model, or its device: what was left out.
         predicted: quantity -> s.
         spread: quantity -> factor of the 90 % interval, set by the other groups.
@@ -74,17 +64,21 @@ class SiliconBoard:
     Args:
         scores: left out by -> every run.
         skipped: reason -> rows.
+        seconds: that all took, constants set anew for every group included.
     """
 
     scores: dict[str, list[SiliconScore]]
     skipped: Counter[str]
+    seconds: float = 0.0
 
 
 @functools.cache
 def score_silicon() -> SiliconBoard:
     """Score the shipped table, whole models and then whole devices left out."""
+    began = time.perf_counter()
     runs, skipped = _replayed(read_silicon())
-    return SiliconBoard({key: _scored(runs, of) for key, of in _KEYS.items()}, skipped)
+    scores = {key: _scored(runs, of) for key, of in _KEYS.items()}
+    return SiliconBoard(scores, skipped, time.perf_counter() - began)
 
 
 # Factors of the 90 % intervals of runs of another table: what the shipped one's models, each left
@@ -126,7 +120,7 @@ def _scored(runs: Sequence[SiliconRun], of: Callable[[SiliconRun], str]) -> list
                 own = engines[run.engine]
                 predicted[run.id] = {"tpot": run.loop.tpot(own), "ttft": run.loop.ttft(own)}
     spreads: dict[Quantity, dict[tuple[str, str], float]] = {}
-    for quantity in _QUANTITIES:
+    for quantity in QUANTITIES:
         spreads[quantity] = widths(
             [
                 (
@@ -142,7 +136,7 @@ def _scored(runs: Sequence[SiliconRun], of: Callable[[SiliconRun], str]) -> list
             run,
             of(run),
             predicted[run.id],
-            {q: math.exp(spreads[q][of(run), run.engine]) for q in _QUANTITIES},
+            {q: math.exp(spreads[q][of(run), run.engine]) for q in QUANTITIES},
         )
         for run in runs
     ]
@@ -150,12 +144,8 @@ def _scored(runs: Sequence[SiliconRun], of: Callable[[SiliconRun], str]) -> list
 
 def _figures(scores: Iterable[SiliconScore], quantity: Quantity) -> dict[str, float]:
     own = list(scores)
-    errors = sorted(abs(one.error(quantity)) for one in own)
     return {
-        "rows": len(own),
-        "median_error": median(errors),
-        "p90_error": errors[math.ceil(0.9 * len(errors)) - 1],
-        "share_within_25": sum(error <= CLOSE for error in errors) / len(errors),
+        **figures(one.error(quantity) for one in own),
         "coverage_of_90": sum(one.covered(quantity) for one in own) / len(own),
     }
 
@@ -173,7 +163,7 @@ def silicon_results(board: SiliconBoard) -> dict[str, Any]:
                         for group in sorted({s.group for s in scores})
                     },
                 }
-                for quantity in _QUANTITIES
+                for quantity in QUANTITIES
             }
             for key, scores in board.scores.items()
         },
@@ -208,7 +198,7 @@ def silicon_page(board: SiliconBoard) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for key in board.scores:
-        for quantity in _QUANTITIES:
+        for quantity in QUANTITIES:
             whole = result[f"{key}s_left_out"][quantity]
             for group, some in [(f"**each {key}**", whole), *whole["by_group"].items()]:
                 out.append(
@@ -216,7 +206,17 @@ def silicon_page(board: SiliconBoard) -> list[str]:
                     f"{some['p90_error']:.0%} | {some['share_within_25']:.0%} | "
                     f"{some['coverage_of_90']:.0%} |"
                 )
-    out += ["", "### Where it is furthest off", ""]
+    filled = Counter(rule for s in board.scores["model"] for rule in s.run.filled)
+    out += ["", "### Completed by rules (closed loop)", "", "| rule | runs |", "|---|---|"]
+    out += [f"| {rule} | {count} |" for rule, count in filled.most_common()]
+    out += ["", "### Not replayed (closed loop)", "", "| why | rows |", "|---|---|"]
+    out += [f"| {why} | {count} |" for why, count in board.skipped.most_common()]
+    return [*out, ""]
+
+
+def silicon_worst(board: SiliconBoard) -> list[str]:
+    """The section of the page of misses."""
+    out = ["## Closed loops", ""]
     out += ["Runs whose settings cannot explain what was measured are at the top: guesses of "]
     out[-1] += (
         "several tokens a step, a cached prefix or a limit on requests in a step are not in the "
@@ -229,9 +229,4 @@ def silicon_page(board: SiliconBoard) -> list[str]:
         f"{score.error('tpot'):+.0%} |"
         for score in worst(board.scores["model"], _WORST)
     ]
-    filled = Counter(rule for s in board.scores["model"] for rule in s.run.filled)
-    out += ["", "### Completed by rules (closed loop)", "", "| rule | runs |", "|---|---|"]
-    out += [f"| {rule} | {count} |" for rule, count in filled.most_common()]
-    out += ["", "### Not replayed (closed loop)", "", "| why | rows |", "|---|---|"]
-    out += [f"| {why} | {count} |" for why, count in board.skipped.most_common()]
     return [*out, ""]

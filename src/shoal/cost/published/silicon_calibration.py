@@ -9,7 +9,6 @@ change some runs by a factor of two.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +19,7 @@ from scipy.optimize import least_squares
 
 from shoal.cost.kernels.serving_engines import ENGINES, ServingEngine
 from shoal.cost.published.silicon import SiliconRun
-
-__all__ = ["fitted"]
+from shoal.cost.serving.closed_loop import ClosedLoop
 
 # Constant -> where it begins, and how far a fit takes it without good reason.
 _TOKEN = {
@@ -77,10 +75,14 @@ def _fit(
         values: dict[str, Any] = dict(zip(constants, map(float, begin + reach * x), strict=True))
         return dataclasses.replace(engine, **values)
 
+    # The arithmetic of one loop is that of all of them.
+    fields = (field.name for field in dataclasses.fields(ClosedLoop))
+    columns: Any = {name: np.array([getattr(run.loop, name) for run in runs]) for name in fields}
+    loops = ClosedLoop(**columns)
+
     def off(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        tried = with_(x)
-        predicted = [math.log(getattr(run.loop, kind)(tried)) for run in runs]
-        return np.append(weights * (np.array(predicted) - measured), _HELD[kind] * x)
+        predicted = np.log(getattr(loops, kind)(with_(x)))
+        return np.append(weights * (predicted - measured), _HELD[kind] * x)
 
     best = least_squares(
         off, np.full(len(begin), 0.5), bounds=(-begin / reach, 1e3), loss="soft_l1", f_scale=scale

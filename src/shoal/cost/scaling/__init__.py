@@ -17,6 +17,6 @@ LAWS = PartTable(
         "size": "shoal.cost.scaling.size:SizeLaw",
         "joint": "shoal.cost.scaling.joint:JointLaw",
     },
-    about="The form of a learning curve. Chosen by `shoal explain scaling --law`.",
+    about="The functional form of a learning curve. Chosen by `shoal explain scaling --law`.",
     protocol="shoal.cost.scaling.protocols:Law",
 )

@@ -14,8 +14,6 @@ from shoal.cost.scaling.curve import CurvePoint
 from shoal.cost.scaling.fit import FittedLaw, fit
 from shoal.ir import Interval
 
-__all__ = ["data_needed", "fit_best"]
-
 CURVE_LAWS = ("power", "power_floor", "three_regime")
 
 

@@ -11,8 +11,6 @@ from pydantic import PositiveInt
 from shoal.core.config import Value
 from shoal.core.errors import DataError, require
 
-__all__ = ["CurvePoint", "checked"]
-
 
 class CurvePoint(Value):
     """One measured error.

@@ -28,8 +28,6 @@ from shoal.ir import Interval
 if TYPE_CHECKING:
     from shoal.cost.scaling.protocols import Law
 
-__all__ = ["FittedLaw", "fit", "invert"]
-
 REPLICATES = 200
 _STEPS = 60
 # Theta holds logarithms; beyond these a parameter is zero or infinite for every purpose.
@@ -40,7 +38,6 @@ class FittedLaw(Value):
     """A law with its parameters, their 95 % intervals, and what it left unexplained.
 
     Args:
-        law: the law.
         parameters: name -> value with its 95 % interval.
         samples: bootstrap parameter sets, in the order of the law's names.
         sigma: standard deviation of the residuals of log value.

@@ -13,8 +13,6 @@ import numpy as np
 
 from shoal.core.parts import part
 
-__all__ = ["JointLaw"]
-
 
 @part
 class JointLaw:

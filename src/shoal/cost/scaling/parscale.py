@@ -26,15 +26,6 @@ from shoal.core.errors import ConfigError, require
 from shoal.cost.arithmetic import parameters
 from shoal.ir import Machine, ModelShape
 
-__all__ = [
-    "PUBLISHED",
-    "EqualLoss",
-    "ParallelLaw",
-    "StreamPoint",
-    "equal_loss",
-    "fit_parscale",
-]
-
 _DELTA = 1e-3
 _FEWEST = 5
 _BYTES = 2.0  # of a weight and of a number in the cache: bf16
@@ -45,7 +36,6 @@ class StreamPoint(Value):
 
     Args:
         params: parameters without the embedding, N.
-        streams: P.
         loss: nats a token.
     """
 
@@ -60,7 +50,6 @@ class ParallelLaw(Value):
     Args:
         floor: E, nats.
         scale: A, in 1e9 parameters.
-        exponent: alpha.
         k: what a stream is worth: P streams are N (k ln P + 1) parameters.
         r2: share of the losses' variance that the fit explains.
     """
@@ -203,7 +192,6 @@ class EqualLoss(Value):
     """P streams beside the dense model that is as good, both as they decode.
 
     Args:
-        streams: P.
         loss: of both, by the law.
         dense_params: parameters of the dense model.
         memory_bytes: weights, prefixes, aggregator and cache of the streams.

@@ -13,12 +13,10 @@ from shoal.cost.scaling.parscale import PUBLISHED, equal_loss, fit_parscale
 from shoal.cost.shapes import resolve
 from shoal.ir import Explanation, Machine, Progress
 
-__all__ = ["ParScaleStudy"]
-
 
 @part
 class ParScaleStudy:
-    """What are P streams of one model worth, and what would the dense model of equal loss cost?
+    """Compare P parallel streams with the dense model of equal loss.
 
     The law is fitted to the published losses of 24 models. Nothing runs.
 

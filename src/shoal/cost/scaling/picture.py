@@ -10,8 +10,6 @@ from shoal.core.svg import Band, Chart, Series
 from shoal.cost.scaling.curve import CurvePoint
 from shoal.cost.scaling.fit import FittedLaw
 
-__all__ = ["picture"]
-
 
 def picture(
     curves: Mapping[str, tuple[Sequence[CurvePoint], FittedLaw | None]],

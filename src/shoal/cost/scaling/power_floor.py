@@ -12,8 +12,6 @@ import numpy as np
 
 from shoal.core.parts import part
 
-__all__ = ["PowerFloor"]
-
 
 @part
 class PowerFloor:
@@ -25,7 +23,6 @@ class PowerFloor:
     increasing: ClassVar[bool] = False
 
     def log_value(self, theta_Rp: np.ndarray, x_nk: np.ndarray) -> np.ndarray:
-        """See :class:`~shoal.cost.scaling.protocols.Law`."""
         falling = theta_Rp[:, :1] - np.exp(theta_Rp[:, 1:2]) * np.log(x_nk[:, 0])
         return np.asarray(np.logaddexp(falling, theta_Rp[:, 2:3]))
 

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = ["Law"]
-
 
 class Law(Protocol):
     """A part of kind ``law``: a formula with positive parameters.
@@ -34,16 +32,12 @@ class Law(Protocol):
 
     def log_value(self, theta_Rp: np.ndarray, x_nk: np.ndarray) -> np.ndarray:
         """Logarithm of the law's value, [R, n]."""
-        ...
 
     def starts(self, x_nk: np.ndarray, y_n: np.ndarray) -> np.ndarray:
         """Places [S, p] from which the fitter starts."""
-        ...
 
     def values(self, theta_p: np.ndarray) -> dict[str, float]:
         """Parameters with their signs, by name."""
-        ...
 
     def theta(self, values: Mapping[str, float]) -> np.ndarray:
         """The inverse of :meth:`values`."""
-        ...

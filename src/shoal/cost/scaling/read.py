@@ -9,8 +9,6 @@ from shoal.core.config import parse
 from shoal.core.errors import DataError, UnknownKeyError
 from shoal.cost.scaling.curve import CurvePoint
 
-__all__ = ["read_curve"]
-
 MAX_ROWS = 100_000
 
 
@@ -37,7 +35,7 @@ def read_curve(path: Path) -> list[CurvePoint]:
             points = []
             for row in reader:
                 if reader.line_num > MAX_ROWS:
-                    raise DataError(f"{path}: more than {MAX_ROWS} lines; that is no curve")
+                    raise DataError(f"{path}: more than {MAX_ROWS} lines, too many for a curve")
                 where = f"{path}, line {reader.line_num}"
                 if None in row:
                     raise UnknownKeyError(f"{where}: more cells than columns; remove the last")

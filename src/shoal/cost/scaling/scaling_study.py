@@ -13,12 +13,10 @@ from shoal.cost.scaling.picture import picture
 from shoal.cost.scaling.read import read_curve
 from shoal.ir import Explanation, Progress
 
-__all__ = ["ScalingStudy"]
-
 
 @part
 class ScalingStudy:
-    """Fit a learning curve, and say how much data a target error needs.
+    """Fit a learning curve, and compute the data needed for a target error.
 
     **Examples**
 

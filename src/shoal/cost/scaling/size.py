@@ -12,8 +12,6 @@ import numpy as np
 
 from shoal.core.parts import part
 
-__all__ = ["SizeLaw"]
-
 
 @part
 class SizeLaw:
@@ -25,7 +23,6 @@ class SizeLaw:
     increasing: ClassVar[bool] = True
 
     def log_value(self, theta_Rp: np.ndarray, x_nk: np.ndarray) -> np.ndarray:
-        """See :class:`~shoal.cost.scaling.protocols.Law`."""
         return np.asarray(theta_Rp[:, :1] + np.exp(theta_Rp[:, 1:2]) * np.log(x_nk[:, 0]))
 
     def starts(self, x_nk: np.ndarray, y_n: np.ndarray) -> np.ndarray:

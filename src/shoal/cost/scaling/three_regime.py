@@ -17,8 +17,6 @@ import numpy as np
 
 from shoal.core.parts import part
 
-__all__ = ["ThreeRegime"]
-
 
 @part
 class ThreeRegime:

@@ -10,13 +10,13 @@ Source: Agrawal et al., Sarathi-Serve, 2024 (prompts delay tokens); Zhong et al.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.kernels.serving_engines import ServingEngine
 from shoal.cost.step_cost.accelerated import AcceleratedStepCost
-
-__all__ = ["Clients", "ClosedLoop", "closed_loop"]
+from shoal.ir import StepCost
 
 # Tokens of prompts that are computed together, where there are so many.
 _TOGETHER = 8192
@@ -24,13 +24,7 @@ _TOGETHER = 8192
 
 @dataclass(frozen=True)
 class Clients:
-    """What a closed loop asks for.
-
-    Args:
-        number: requests at a time.
-        prompt: tokens of a prompt.
-        output: tokens of an answer.
-    """
+    """What a closed loop asks for."""
 
     number: float
     prompt: int
@@ -73,7 +67,7 @@ class ClosedLoop:
         """Seconds to the first token."""
         alone = engine.first_prompt * engine.kernels * self.alone_s
         queue = engine.queue * self.waiting * self._prompt_s(engine) + engine.queue_s * self.own
-        hand_over = 0.0 if self.between else engine.hand_over_s
+        hand_over = engine.hand_over_s * (self.between == 0)
         return engine.first_s + alone + queue + hand_over
 
     def _prompt_s(self, engine: ServingEngine) -> float:
@@ -117,3 +111,70 @@ def closed_loop(
         waiting=waiting,
         between=0.0 if prefill else clients.number / clients.output,
     )
+
+
+def prompt_s(cost: StepCost, engine: ServingEngine, tokens: int, before: int = 0) -> float:
+    """Seconds of a prompt alone behind tokens in the cache, in the steps that the engine takes."""
+    ends = range(0, tokens, engine.chunk)
+    return sum(cost.seconds([(before + at, min(engine.chunk, tokens - at))]) for at in ends)
+
+
+def token_s(cost: AcceleratedStepCost, clients: Clients) -> float:
+    """Seconds between two tokens of each request while as many come as go.
+
+    A step has a token of every request and, where the engine mixes, as much of others' prompts as
+    comes in that time; otherwise prompts take steps of their own, those that come at once together.
+    """
+    prompt, number = clients.prompt, max(1, round(clients.number))
+    decodes = [(round(prompt + clients.output / 2), 1)] * number
+    arriving = number / clients.output
+    if not cost.engine.mixed:
+        together = max(1, min(round(arriving), cost.engine.chunk // prompt))
+        alone = cost.seconds([(0, prompt)] * together) / together
+        return cost.seconds(decodes) + arriving * alone
+    whole = int(arriving)
+    rest = round((arriving - whole) * prompt)
+    chunks = [(0, prompt)] * whole + [((prompt - rest) // 2, rest)] * (rest > 1)
+    return cost.seconds(decodes + chunks)
+
+
+def drained_s(cost: AcceleratedStepCost, clients: Clients, requests: float = math.inf) -> float:
+    """Seconds for each of ``requests`` that all wait from the start, in waves of ``clients``.
+
+    Args:
+        cost: of a step.
+        clients: at a time.
+        requests: in all; without end if not given.
+    """
+    if not math.isfinite(requests):
+        return clients.output * token_s(cost, clients) / clients.number
+    number = min(clients.number, requests)
+    waves, rest = divmod(requests, number)
+    seconds = waves * token_s(cost, replace(clients, number=number))
+    if rest >= 1:
+        seconds += token_s(cost, replace(clients, number=rest))
+    return clients.output * seconds / requests
+
+
+def arriving(
+    cost: AcceleratedStepCost, clients: Clients, rate: float, requests: int
+) -> tuple[float, float, float]:
+    """Mean seconds to the first token, of a token, and of an answer of requests that come evenly.
+
+    Args:
+        cost: of a step.
+        clients: the most at a time; those at work are as many as come while one is answered.
+        rate: requests a second.
+        requests: in all, first come, first served.
+    """
+    number = clients.number
+    for _ in range(30):
+        tpot = token_s(cost, replace(clients, number=number))
+        number = min(clients.number, (number + rate * clients.output * tpot) / 2)
+    answer, slots, begins = clients.output * tpot, max(1, int(clients.number)), list[float]()
+    for index in range(requests):
+        free = begins[index - slots] + answer if index >= slots else 0.0
+        begins.append(max(index / rate, free))
+    waited = sum(begin - index / rate for index, begin in enumerate(begins)) / requests
+    first = waited + prompt_s(cost, cost.engine, clients.prompt) + tpot
+    return first, tpot, first + answer

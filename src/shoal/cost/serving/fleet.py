@@ -26,16 +26,6 @@ from shoal.cost.step_cost.cooling import Cooling, Warmth
 from shoal.ir import Arrival, Request, Scheduler, Step, StepCost, StepResult
 from shoal.ir.phases import DecodePhaseScheduler, Dispatcher, PrefillPhaseScheduler
 
-__all__ = [
-    "FleetSimulation",
-    "KVTransferLink",
-    "SimulatedFleet",
-    "SimulatedInstance",
-    "SimulatedTransfer",
-    "attainment",
-    "simulate_fleet",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class SimulatedInstance:
@@ -43,7 +33,6 @@ class SimulatedInstance:
 
     Args:
         scheduler: decides what runs.
-        cost: seconds of a step, from its first stage to its last.
         stages: devices that share the layers one after the other; a step begins while others are
             in later stages, if the scheduler plans it. Schedulers that wait for the tokens of a
             step have 1.
@@ -165,8 +154,12 @@ class _Running:
     def __init__(self, instance: SimulatedInstance, phase: str) -> None:
         self.scheduler = instance.scheduler
         self.phase = phase
+        self.accept: Callable[[], list[Request]] | None = None
+        if phase == "decode":
+            self.accept = cast(DecodePhaseScheduler, instance.scheduler).accept
         self.requests: dict[str, Request] = {}
         self.runner = SimulatedRunner(instance.cost)
+        self.runner.let_count(instance.scheduler)
         # When each stage has done what was begun; the next step begins when the first is free.
         self.stages = [0.0] * instance.stages
         self.warmth = Warmth(instance.cooling) if instance.cooling else None
@@ -376,19 +369,25 @@ class SimulatedFleet:
 
     def _announce(self, request: Request) -> _Running:
         """Announce to a decode instance a request whose first token is there, or will soon be."""
-        tokens = [*request.tokens[: request.n_prompt], 0]
+        tokens = request.tokens[: request.n_prompt]
+        tokens.append(0)
         place = self.dispatcher.decode(request.id, len(tokens))
         back = self.backs[place]
         there = Request(
-            request.id, tokens, request.n_prompt, request.params, arrival=request.arrival
+            request.id,
+            tokens,
+            request.n_prompt,
+            request.params,
+            arrival=request.arrival,
+            prompt=request.prompt,
         )
         back.scheduler.add(there)
         back.requests[request.id] = there
         return back
 
     def _go_on(self, running: _Running, now: float) -> None:
-        if running.phase == "decode":
-            for request in cast(DecodePhaseScheduler, running.scheduler).accept():
+        if running.accept is not None:
+            for request in running.accept():
                 self._fetch(running, request, now)
         if running.stages[0] > now:
             return

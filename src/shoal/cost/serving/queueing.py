@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 from shoal.core.errors import require
 
-__all__ = ["busy_share", "md1_ttft"]
-
 
 def md1_ttft(rate: float, service: float) -> float:
     """Mean time to the first token on one device, s: ``D + R D^2 / (2 (1 - R D))``.

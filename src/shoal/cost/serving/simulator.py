@@ -7,6 +7,7 @@ is nothing to do.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -17,8 +18,11 @@ from shoal.core.errors import ServeError, require
 from shoal.ir import (
     Arrival,
     Chunk,
+    CountedStepCost,
+    CountingScheduler,
     HostLink,
     Output,
+    Prompt,
     Request,
     Runner,
     SamplingParams,
@@ -28,28 +32,13 @@ from shoal.ir import (
     StepResult,
 )
 
-__all__ = [
-    "ServedRequest",
-    "SimulatedRunner",
-    "Simulation",
-    "Speculation",
-    "StepRecord",
-    "quantities",
-    "request_of",
-    "simulate",
-    "simulate_ahead",
-    "summary",
-]
-
 
 @dataclass(slots=True)
 class ServedRequest:
     """What happened to one request, in s on one clock.
 
     Args:
-        id: the request's.
         arrival: when it came.
-        n_prompt: tokens of its prompt.
         first: when its first token was there.
         finish: when its last token was there.
         n_output: tokens it was given.
@@ -84,8 +73,6 @@ class StepRecord:
     """One step of a simulation.
 
     Args:
-        at: when it began, s.
-        seconds: how long it took.
         requests: how many had a part in it.
         tokens: how many it computed.
         preempted: how many lost their blocks.
@@ -137,7 +124,6 @@ class SimulatedRunner:
     computation; a step that waits for some takes that much longer.
 
     Args:
-        cost: seconds of a step.
         link: of transfers; there must be none without it.
         speculation: what guesses give and take, where decodes guess.
     """
@@ -149,10 +135,16 @@ class SimulatedRunner:
         speculation: Speculation | None = None,
     ) -> None:
         self._cost, self._link, self._speculation = cost, link, speculation
+        self._counted = cost if isinstance(cost, CountedStepCost) else None
         self._owed: dict[str, float] = {}  # by request: the part of a token expected so far
         self._lanes: dict[str, float] = {}
         # When each transfer that has not been reported is over, s on the clock of the steps.
         self._ends: dict[int, float] = {}
+
+    def let_count(self, scheduler: Scheduler) -> None:
+        """Let a scheduler count decodes, if it can and nothing here asks for their names."""
+        if self._counted and not self._speculation and isinstance(scheduler, CountingScheduler):
+            scheduler.count_decodes()
 
     def execute(self, step: Step) -> StepResult:
         """See :class:`~shoal.ir.engine.Runner`.
@@ -160,14 +152,14 @@ class SimulatedRunner:
         Raises:
             ServeError: something is copied, and there is no link.
         """
-        chunks = step.chunks
         if not (step.transfers or step.wait_for or self._ends):
             tokens, guessed = self._tokens(step), self._guessed(step)
             return StepResult(tokens, seconds=self._seconds(step), guessed=guessed)
         self._begin(step)
         waits = [self._ends[one] for one in step.wait_for]
-        begins = max(step.at, (max if chunks else min)(waits, default=step.at))
-        ends = begins + (self._seconds(step) if chunks else 0.0)
+        computes = step.num_requests
+        begins = max(step.at, (max if computes else min)(waits, default=step.at))
+        ends = begins + (self._seconds(step) if computes else 0.0)
         done = frozenset(one for one, over in self._ends.items() if over <= ends)
         for one in done:
             del self._ends[one]
@@ -189,6 +181,9 @@ class SimulatedRunner:
 
     def _seconds(self, step: Step) -> float:
         rows = [chunk[1:3] for chunk in step.chunks]
+        if step.decodes:
+            assert self._counted is not None
+            return self._counted.counted_seconds(rows, step.decodes, step.contexts)
         if self._speculation is None:
             return self._cost.seconds(rows)
         guessing = [chunk for chunk in step.chunks if chunk.drafts]
@@ -225,15 +220,21 @@ class SimulatedRunner:
 _ONE = (0,)
 
 
+@functools.cache
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens)
+
+
 def request_of(name: str, arrival: Arrival) -> Request:
     """The request of an arrival: greedy, with exactly its number of output tokens."""
     return Request(
         name,
         list(arrival.prompt),
         len(arrival.prompt),
-        SamplingParams(max_tokens=arrival.output_tokens),
+        _greedy(arrival.output_tokens),
         arrival=arrival.at,
         session=arrival.session,
+        prompt=arrival.prompt if isinstance(arrival.prompt, Prompt) else None,
     )
 
 
@@ -260,7 +261,9 @@ def simulate(
         ServeError: a request that can never run.
         ConfigError: arrivals that are not in the order of time.
     """
-    runner = runner or SimulatedRunner(cost, link, speculation)
+    if runner is None:
+        runner = SimulatedRunner(cost, link, speculation)
+        runner.let_count(scheduler)
     seen = Simulation()
     live: dict[str, tuple[Request, ServedRequest]] = {}
     now, place, total = 0.0, 0, len(arrivals)
@@ -289,7 +292,7 @@ def simulate(
             continue
         result = runner.execute(step)
         tokens, preempted = step.num_tokens, len(step.preempted)
-        seen.steps.append(StepRecord(now, result.seconds, len(step.chunks), tokens, preempted))
+        seen.steps.append(StepRecord(now, result.seconds, step.num_requests, tokens, preempted))
         seen.busy_s += result.seconds
         now += result.seconds
         for output in scheduler.commit(step, result, now):
@@ -307,11 +310,9 @@ class StepPlanner(Protocol):
 
     def plan(self, now: float) -> Step:
         """The next step, or an empty one."""
-        ...
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         """Take in what the oldest step gave."""
-        ...
 
 
 def simulate_ahead(
@@ -383,7 +384,7 @@ def _note(served: ServedRequest, request: Request, output: Output, now: float) -
     """What a request got ``now``."""
     if served.n_output == 0:
         served.first, served.n_cached = now, request.n_cached
-    served.n_output += len(output.tokens)
+    served.n_output = request.n_generated
     if output.finish is not None:
         served.finish = now
         served.preemptions, served.switch_s = request.preemptions, request.switch_s

@@ -11,25 +11,37 @@ al., Gated Delta Networks, 2025 (linear attention); Xu et al., AIConfigurator, 2
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.core.errors import PlanError, require
-from shoal.cost.arithmetic import mixture_layers
+from shoal.cost.arithmetic import embedding_parameters, mixture_layers
 from shoal.cost.gpu.device import Accelerator
-from shoal.cost.gpu.spec import latent_of, linear_of, whole_norm, window_of
-from shoal.cost.kernels.bounds import reached
+from shoal.cost.gpu.spec import block_weights, linear_of, whole_norm, window_of
+from shoal.cost.kernels.bounds import FORMATS, reached
+from shoal.cost.kernels.recorded import KernelCall, RecordedTimes
 from shoal.cost.kernels.serving_engines import PLAIN, ServingEngine
-from shoal.cost.kernels.times import kernel_times
-from shoal.cost.step_cost.roofline import Terms
+from shoal.cost.kernels.tables import KernelTable
+from shoal.cost.kernels.times import KernelTimes, kernel_times
+from shoal.cost.latent import latent_of
+from shoal.cost.step_cost.roofline import FILL, RUNTIME_BYTES, Terms
 from shoal.ir import ModelShape
-
-__all__ = ["AcceleratedStepCost", "Formats", "ServingSplit"]
 
 # Seconds between kernels that a recorded graph launches.
 GAP_S = 2.2e-6
 # Kernels of a layer that no table has: norms, positions, activation, cache.
 _KERNELS = 5
+# Rows up to which a product is one of a matrix with a vector, row by row.
+_FEW = 8
+# Without fused kernels: bytes that elementwise operators pass over those of fused ones, counted in
+# llama.cpp's graph (288 for each number of the residual stream, 64 here); bytes for each score of a
+# prompt's attention, which is written, scaled, masked and read in 32 bits; and bytes of weights
+# that a unit takes in a cycle in a product of few rows (assumed).
+_UNFUSED, _SCORE_BYTES, _CYCLE_BYTES = 4.5, 20.0, 8.0
+# Products beside which traffic travels take longer, as in training.
+_BESIDE = 1.15
 # Operators of an expert that is computed by itself: rows gathered, products, activation, sum.
 _EXPERT = 6
 
@@ -73,15 +85,16 @@ class Formats:
         dense: of weights outside experts.
         experts: of the experts' weights.
         kv: of cached keys and values.
+        head: of the output matrix.
     """
 
     dense: str = "bf16"
     experts: str = "bf16"
     kv: str = "bf16"
+    head: str = "bf16"
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """What a step consists of, for one group of devices that share attention.
 
     Args:
@@ -105,11 +118,9 @@ class AcceleratedStepCost:
     """Predicted seconds of steps of a model on accelerators, under an engine.
 
     Args:
-        device: one of them.
-        shape: the model.
-        engine: that runs it.
         split: over which devices.
         formats: of weights and cache.
+        own: kernels that the user measured on such a device.
 
     Raises:
         PlanError: heads that ``tp`` does not divide.
@@ -120,8 +131,9 @@ class AcceleratedStepCost:
         device: Accelerator,
         shape: ModelShape,
         engine: ServingEngine,
-        split: ServingSplit = ServingSplit(),  # noqa: B008: frozen
-        formats: Formats = Formats(),  # noqa: B008: frozen
+        split: ServingSplit = ServingSplit(),
+        formats: Formats = Formats(),
+        own: KernelTable | None = None,
     ) -> None:
         require(
             shape.num_heads % split.tp == 0,
@@ -132,15 +144,42 @@ class AcceleratedStepCost:
         )
         self.shape, self.engine, self.split, self.formats = shape, engine, split, formats
         self._device = device
-        self._times = kernel_times(device)
+        self._own = own
+        self._times: KernelTimes | RecordedTimes = kernel_times(device, own)
         self._latent, self._linear = latent_of(shape), linear_of(shape)
         self._window, self._windowed = window_of(shape)
         self._dense = functools.lru_cache(4096)(self._dense_s)
+        self._around = functools.lru_cache(4096)(self._around_s)
 
     @property
     def measured(self) -> bool:
         """Its kernels were measured on such a device, and not on the nearest."""
-        return self._times.measured
+        return self._times.measured and self.engine.fused
+
+    def most_requests(self, prompt: float, output: float) -> float:
+        """Requests whose keys and values fit beside the weights, over all devices.
+
+        Args:
+            prompt: tokens of a prompt.
+            output: tokens of an answer, of which half are there on average.
+        """
+        shape, split, own = self.shape, self.split, self.formats
+        dense, rest, experts = block_weights(shape)
+        mixtures = mixture_layers(shape)
+        common = (shape.num_layers - mixtures) * dense + mixtures * rest
+        held = split.replicas * common * FORMATS[own.dense].weight_bytes
+        held += mixtures * experts * FORMATS[own.experts].weight_bytes
+        held += split.replicas * embedding_parameters(shape) * FORMATS[own.head].weight_bytes
+        devices = split.tp * split.replicas * split.pp
+        each = FILL["gpu"] * self._device.capacity - RUNTIME_BYTES["gpu"]
+        tokens = prompt + output * (1.0 if self.engine.reserves else 0.5)
+        if latent := self._latent:
+            kept = shape.num_layers * (latent.kv + latent.rotary) * split.tp * tokens
+        else:
+            width = 2.0 * max(shape.num_kv_heads, split.tp) * shape.head_dim
+            seen = [(min(tokens, window or tokens), n) for window, n in self._windows]
+            kept = width * sum(layers * keys for keys, layers in seen)
+        return max(1.0, (devices * each - held) / (kept * FORMATS[own.kv].weight_bytes))
 
     @functools.cached_property
     def unscaled(self) -> AcceleratedStepCost:
@@ -148,16 +187,24 @@ class AcceleratedStepCost:
         return AcceleratedStepCost(self._device, self.shape, PLAIN, self.split, self.formats)
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.engine.StepCost`."""
         return self.terms(chunks).total
 
-    def terms(self, chunks: Sequence[tuple[int, int]]) -> Terms:
+    def counted_seconds(
+        self, chunks: Sequence[tuple[int, int]], decodes: int, contexts: int
+    ) -> float:
+        return self.terms(chunks, decodes, contexts).total
+
+    def terms(
+        self, chunks: Sequence[tuple[int, int]], decodes: int = 0, contexts: int = 0
+    ) -> Terms:
         """Seconds of a step of ``chunks`` (tokens before, tokens in it), by cause.
 
-        Chunks are those of all replicas, which share them evenly.
+        Chunks are those of all replicas, which share them evenly; so are ``decodes`` beside them,
+        after ``contexts`` tokens together.
         """
         many = self.split.replicas
-        decodes = keys = tokens = squares = pairs = 0
+        requests, keys = len(chunks) + decodes, contexts
+        tokens = squares = pairs = 0
         for before, length in chunks:
             if length == 1:
                 decodes += 1
@@ -175,7 +222,7 @@ class AcceleratedStepCost:
             behind=pairs / tokens if tokens else 0.0,
         )
         tokens += decodes
-        return self._terms(step, float(max(1, tokens)), max(1.0, len(chunks) / many))
+        return self._terms(step, float(max(1, tokens)), max(1.0, requests / many))
 
     def decode_terms(self, sequences: float, before: float) -> Terms:
         """The same of a step of so many sequences in all replicas with so many tokens each."""
@@ -186,32 +233,69 @@ class AcceleratedStepCost:
         """The same of whole prompts of every replica, without what the engine adds."""
         step = _Step(prompts * tokens, 0.0, 0.0, prompts, tokens)
         terms = self._terms(step, prompts * tokens * self.split.replicas, prompts)
-        return replace(terms, overhead=0.0)
+        return terms._replace(overhead=0.0)
+
+    def kernels(self, chunks: Sequence[tuple[int, int]]) -> tuple[list[KernelCall], Terms]:
+        """The kernels that a step asks for, in order, and its seconds by cause."""
+        asking = AcceleratedStepCost(
+            self._device, self.shape, self.engine, self.split, self.formats, self._own
+        )
+        asking._times = recorded = RecordedTimes(kernel_times(self._device, self._own))
+        terms = asking.terms(chunks)
+        return recorded.calls, terms
 
     def _terms(self, step: _Step, tokens: float, chunks: float) -> Terms:
+        engine, shape = self.engine, self.shape
+        matmul, memory, communication, launches = self._around(
+            step.tokens, tokens, step.decodes + step.prompts
+        )
+        attention = engine.kernels * self._attention(step)
+        if not engine.fused:
+            scores = step.prompts * step.length * (step.behind + step.length)
+            heads = shape.num_heads / self.split.tp
+            passed = self._times.stream(_SCORE_BYTES * heads * scores)
+            memory += engine.kernels * shape.num_layers * passed
+        overhead = engine.step_s + engine.sequence_s * chunks + engine.layer_s * shape.num_layers
+        if not engine.graphs:
+            # A device receives launches while it works; only what it does not hide counts.
+            overhead += max(0.0, launches - matmul - attention - memory - communication)
+        if engine.overlap:
+            # What products bind and what memory and links bind run beside each other.
+            waits = attention + memory + communication
+            matmul *= _BESIDE
+            hidden = min(1.0, matmul / waits)
+            attention, memory = (1.0 - hidden) * attention, (1.0 - hidden) * memory
+            communication *= 1.0 - hidden
+        return Terms(matmul, attention, memory, overhead, communication)
+
+    def _around_s(
+        self, own: float, tokens: float, rows: float
+    ) -> tuple[float, float, float, float]:
+        """(products, what memory binds, communication, launches) s around attention.
+
+        Args:
+            own: tokens of a group of devices that share attention.
+            tokens: of all of them.
+            rows: of logits.
+        """
         shape, engine, times = self.shape, self.engine, self._times
-        product, read, sums, moved = self._dense(step.tokens, tokens)
-        attention = self._attention(step)
-        rows = step.decodes + step.prompts
+        parts = 2 if engine.overlap else 1
+        product, read, sums, moved = (
+            parts * each for each in self._dense(own / parts, tokens / parts)
+        )
         columns = shape.vocab_size / self.split.tp
-        logits = times.product("bf16", max(1.0, rows), columns, shape.hidden)
+        logits = self._product(self.formats.head, max(1.0, rows), columns, shape.hidden)
         logits += times.stream(8.0 * rows * columns) + 10 * GAP_S
         read += logits
-        factor = engine.kernels
-        matmul, memory, attention = factor * product, factor * read, factor * attention
         communication = engine.wire * (sums + moved)
         if moved:
             communication += mixture_layers(shape) * engine.shared_s
         if self.split.pp > 1:
-            size = step.tokens * shape.hidden * 2.0
+            size = own * shape.hidden * 2.0
             each = self._device.near_s + size / self._device.inside
             communication += (self.split.pp - 1) * each
-        overhead = engine.step_s + engine.sequence_s * chunks
-        if not engine.graphs:
-            # A device receives launches while it works; only what it does not hide counts.
-            launches = self._launched(tokens) * self._device.launch_s
-            overhead += max(0.0, launches - matmul - attention - memory - communication)
-        return Terms(matmul, attention, memory, overhead, communication)
+        launches = self._launched(tokens) * self._device.launch_s
+        return engine.kernels * product, engine.kernels * read, communication, launches
 
     def _launched(self, tokens: float) -> float:
         """Operators that are launched one by one: those of layers, and of each expert reached."""
@@ -242,7 +326,7 @@ class AcceleratedStepCost:
                 seconds += times.product(self.formats.dense, rows, expanded, latent.kv)
             return shape.num_layers * seconds
         kv_heads = max(1.0, shape.num_kv_heads / split.tp)
-        for window, layers in self._windows():
+        for window, layers in self._windows:
             if step.prompts:
                 whole = times.prompt(shape.head_dim, heads * step.prompts, length, behind)
                 if window and length > window:
@@ -263,6 +347,7 @@ class AcceleratedStepCost:
             seconds += linear.layers * each
         return seconds
 
+    @functools.cached_property
     def _windows(self) -> list[tuple[int, float]]:
         """(tokens that a query sees at most, or 0; layers) of softmax attention."""
         layers = self.shape.num_layers - (self._linear.layers if self._linear else 0)
@@ -280,10 +365,12 @@ class AcceleratedStepCost:
         form, hidden = self.formats.dense, shape.hidden
 
         def product(n: float, k: float, kind: str = form) -> float:
-            return times.product(kind, own, n, k)
+            return self._product(kind, own, n, k)
+
+        traffic = 4.0 if self.engine.fused else _UNFUSED * 4.0
 
         def passed(width: float, kernels: int = 1) -> float:
-            return kernels * GAP_S + times.stream(4.0 * own * width)
+            return kernels * GAP_S + times.stream(traffic * own * width)
 
         projections, around = self._projections(product, passed)
         mixtures = mixture_layers(shape)
@@ -332,6 +419,18 @@ class AcceleratedStepCost:
         bound[times.reads(form, own)] += products
         bound[times.reads(self.formats.experts, rows)] += mixed
         return bound[0], bound[1], sums, moved
+
+    def _product(self, form: str, rows: float, n: float, k: float) -> float:
+        """Seconds of a product [rows, k] x [k, n] by the engine's kernels."""
+        seconds, size = self._times.product(form, rows, n, k), FORMATS[form].weight_bytes
+        if self.engine.fused:
+            return seconds
+        if rows < _FEW:
+            turns = self._device.turns or math.inf
+            read = n * k * size
+            return GAP_S + max(self._times.stream(read), read / (_CYCLE_BYTES * turns))
+        # Weights of few bits are unpacked to 16 before a product of many rows.
+        return seconds + (self._times.stream((size + 2.0) * n * k) if size < 2.0 else 0.0)
 
     def _projections(
         self, product: Callable[..., float], passed: Callable[..., float]

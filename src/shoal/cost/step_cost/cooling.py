@@ -19,8 +19,6 @@ from shoal.core.config import Value
 from shoal.core.errors import require
 from shoal.cost.step_cost.fitted import FEATURES, FEWEST, FittedStepCost, StepSample, features, fit
 
-__all__ = ["Cooling", "Warmth", "fit_cooling"]
-
 # Of pauses and of steps, the pairs that are tried.
 _TAUS = (0.003, 0.01, 0.03, 0.1)
 _KEEPS = (0.0, 0.35, 0.65, 0.85)
@@ -41,11 +39,7 @@ class Cooling(Value):
 
 
 class Warmth:
-    """The caches of one instance.
-
-    Args:
-        cooling: how they forget.
-    """
+    """The caches of one instance."""
 
     def __init__(self, cooling: Cooling) -> None:
         self._cooling, self._cold = cooling, 0.0

@@ -17,8 +17,6 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError, require
 
-__all__ = ["FEATURES", "FittedStepCost", "StepSample", "features", "fit", "scaled"]
-
 FEATURES = ("step", "token", "prompt_pair", "decode_key", "chunk")
 """What a step is made of, in the order of the coefficients."""
 
@@ -52,8 +50,6 @@ class FittedStepCost(Value):
         error_p50: median of the samples' absolute relative errors.
         error_p90: their 90th percentile.
         samples: how many steps it was fitted to.
-        machine: name of the machine they ran on.
-        model: name of the model.
         precision: dtype of weights and cache.
         threads: threads that computed.
     """
@@ -72,7 +68,6 @@ class FittedStepCost(Value):
     threads: NonNegativeInt = 0
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.engine.StepCost`."""
         one, tokens, pairs, keys, number = features(chunks)
         return (
             self.step * one
@@ -105,13 +100,6 @@ def fit(
     threads: NonNegativeInt = 0,
 ) -> FittedStepCost:
     """The line that fits measured steps best, by their relative errors.
-
-    Args:
-        samples: measured steps of many shapes.
-        machine: name of the machine they ran on.
-        model: name of the model.
-        precision: dtype of weights and cache.
-        threads: threads that computed.
 
     Raises:
         ConfigError: too few samples, or one whose time is not positive.

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from shoal.core.errors import require
 from shoal.ir import StepCost
 
-__all__ = ["LendingStepCost"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LendingStepCost:
@@ -23,7 +21,6 @@ class LendingStepCost:
 
     Args:
         cost: of a step with all of its contexts here.
-        layers: of the model.
         hop_s: s of a message to a lender and its answer, in one layer.
         block_s: s to copy one block to a lender, all layers together.
     """

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from shoal.core.errors import require
 from shoal.cost.gpu.device import gpu_of
+from shoal.cost.kernels.own import own_table
 from shoal.cost.kernels.serving_engines import serving_engine
 from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, ServingSplit
 from shoal.cost.step_cost.roofline import BYTES, Roofline, Terms
@@ -14,19 +15,15 @@ from shoal.cost.step_cost.sharded import ShardedStepCost
 from shoal.ir import Machine, ModelShape
 from shoal.ir.weight_formats import weight_format
 
-__all__ = ["PredictedStepCost", "kernel_format", "predicted_step_cost"]
-
 
 class PredictedStepCost(Protocol):
     """Seconds of a step, and of its causes."""
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
         """See :class:`~shoal.ir.engine.StepCost`."""
-        ...
 
     def terms(self, chunks: Sequence[tuple[int, int]]) -> Terms:
         """Seconds of a step of ``chunks`` (tokens before, tokens in it), by cause."""
-        ...
 
 
 def predicted_step_cost(
@@ -38,6 +35,8 @@ def predicted_step_cost(
     engine: str = "shoal",
     tp: int = 1,
     pp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
     ranks: int = 1,
     weights: str = "plain",
     head_bytes: float | None = None,
@@ -49,9 +48,11 @@ def predicted_step_cost(
         shape: the model.
         precision: fp32 or bf16, of weights and cache.
         threads: threads that compute on a CPU; 0 for all cores.
-        engine: that runs the steps on accelerators.
+        engine: that runs the steps.
         tp: devices that share every layer.
         pp: stages.
+        dp: groups of devices with attention of their own.
+        ep: devices of a stage that divide the experts.
         ranks: processes that compute beside each other on a CPU, and share it.
         weights: format of the weights of blocks; plain for that of ``precision``.
         head_bytes: bytes of the key or the value of one token and head; None for plain ones.
@@ -69,8 +70,9 @@ def predicted_step_cost(
             gpu_of(machine),
             shape,
             serving_engine(engine),
-            ServingSplit(tp=tp, pp=pp),
+            ServingSplit(tp=tp, replicas=dp, experts_over=ep, pp=pp),
             Formats(dense=dense, experts=dense, kv=_of_bytes(kv)),
+            own_table(machine.device.name)[0],
         )
     roofline = Roofline(
         machine,
@@ -80,6 +82,7 @@ def predicted_step_cost(
         ranks=ranks,
         weight_bytes=None if weights == "plain" else weight_format(weights).bits / 8,
         head_bytes=head_bytes,
+        engine=serving_engine(engine),
     )
     inside = machine.link("device") or machine.link("node") or machine.link("loopback")
     return ShardedStepCost(roofline, tp, pp, inside)

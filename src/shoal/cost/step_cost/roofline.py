@@ -13,27 +13,24 @@ Roofline Model Insights, 2024 (decode steps are bound by weights and cache).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.core.errors import require
-from shoal.cost.arithmetic import block_weights, linears, parameters
-from shoal.cost.gpu.spec import latent_of
+from shoal.cost.arithmetic import attention_width, block_weights, linears, parameters
+from shoal.cost.kernels.bounds import reached
+from shoal.cost.kernels.serving_engines import ENGINES, ServingEngine
+from shoal.cost.latent import latent_of
 from shoal.cost.price.ops import TILED, operators
 from shoal.cost.price.rates import RankRates
 from shoal.ir import Machine, ModelShape, Parallel
 
-__all__ = ["BYTES", "Roofline", "Terms", "activation_bytes", "cache_bytes_per_token"]
-
 BYTES = {"fp32": 4.0, "bf16": 2.0}
 """Bytes of a weight and of a key's element, by precision."""
 
-# On the host: what the engine does for a step (plan, tensors, commit, message) and for a
-# request in it (its chunk, its token, its way to the client), s, on a core of 2023.
-STEP_S = 3e-4
-CHUNK_S = 3e-5
-# An operator inside a model costs its launch and the Python around it, which the probe's
-# loop over one operator does not have.
-CALL = 2.5
+# Share of a device's memory that a server may fill; the rest is for what is not counted.
+FILL = {"gpu": 0.92, "cpu": 0.85}
+# What its process holds before the model: framework, libraries, allocator.
+RUNTIME_BYTES = {"cpu": 0.45e9, "gpu": 1.5e9}
 # Operators of one layer for each group of decodes and for each prompt: copy, mask, attend.
 ATTENTION_CALLS = 10
 # Share of the keys that a decode's attention copies from the blocks: read and written.
@@ -43,8 +40,7 @@ COPY_PASSES = 2.0
 DISPLACED = 1.75
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):
     """Seconds of a step by cause.
 
     Args:
@@ -90,13 +86,12 @@ class Roofline:
     """Predicted seconds of steps of one model on the CPU of a machine.
 
     Args:
-        machine: the machine.
-        shape: the model.
         precision: fp32 or bf16, of weights and cache.
         threads: threads that compute; 0 for all cores.
         ranks: processes that compute beside each other, and share it.
         weight_bytes: bytes that are read of a weight of a block; None for those of ``precision``.
         head_bytes: bytes of the key or the value of one token and head; None likewise.
+        engine: that runs the steps.
 
     Raises:
         ConfigError: another precision.
@@ -113,22 +108,24 @@ class Roofline:
         ranks: int = 1,
         weight_bytes: float | None = None,
         head_bytes: float | None = None,
+        engine: ServingEngine = ENGINES["shoal"],
     ) -> None:
         require(precision in BYTES, "precision", precision, expected=" or ".join(BYTES))
         self.machine, self.shape, self.precision = machine, shape, precision
         self._rates = RankRates(machine, Parallel(tp=ranks), threads)
-        self._matmul = self._rates.matmul_curve(precision)
+        self._engine = engine
+        packed = engine.packed if engine.packed and weight_bytes is not None else precision
+        self._matmul = self._rates.matmul_curve(packed).scaled(engine.products)
         self._stream = self._rates.stream_curve()
         self._itemsize = BYTES[precision] if weight_bytes is None else weight_bytes
         self._head = shape.head_dim * BYTES[precision] if head_bytes is None else head_bytes
-        packed = block_weights(shape)
-        size = (parameters(shape) - packed) * BYTES[precision] + packed * self._itemsize
+        blocks = block_weights(shape)
+        size = (parameters(shape) - blocks) * BYTES[precision] + blocks * self._itemsize
         self._weights = self._weight_bandwidth(size)
         self._by_tokens: dict[int, tuple[float, float, float]] = {}
         self._by_rows: dict[int, tuple[float, float]] = {}
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.engine.StepCost`."""
         return self.terms(chunks).total
 
     def terms(self, chunks: Sequence[tuple[int, int]]) -> Terms:
@@ -150,12 +147,13 @@ class Roofline:
         rows = self._logits(decodes + prompts)
         attention = self._attention(keys, pairs, copied)
         calls += ATTENTION_CALLS * shape.num_layers * (min(decodes, 1) + prompts)
-        launch = CALL * calls * self.machine.device.op_overhead_s * self._rates.crowding
+        engine = self._engine
+        launch = engine.calls * calls * self.machine.device.op_overhead_s * self._rates.crowding
         return Terms(
             matmul + rows[0],
             attention,
             memory + rows[1],
-            launch + STEP_S + CHUNK_S * len(chunks),
+            launch + engine.step_s + engine.sequence_s * len(chunks),
         )
 
     def _weight_bandwidth(self, size: float) -> float:
@@ -200,12 +198,19 @@ class Roofline:
             for op in every:
                 if op.name in _TRAINING:
                     continue
+                # Experts that no token reaches launch nothing.
+                share = self._reached(tokens) if op.name.startswith("expert") else 1.0
                 if op.kind == "memory":
                     traffic = DISPLACED * op.count * op.forward_bytes
                     memory += traffic / self._stream(max(1.0, op.size_bytes))
-                calls += op.count * op.forward_calls
+                calls += share * op.count * op.forward_calls
             self._by_tokens[tokens] = matmul, memory, calls
         return self._by_tokens[tokens]
+
+    def _reached(self, tokens: int) -> float:
+        """Share of the experts that a step of ``tokens`` reaches."""
+        shape = self.shape
+        return reached(tokens, shape.top_k, shape.num_experts) if shape.num_experts else 1.0
 
     def _logits(self, rows: int) -> tuple[float, float]:
         """(matmul s, memory s) of the output matrix and of choosing from it."""
@@ -228,7 +233,9 @@ class Roofline:
         """
         shape = self.shape
         kv = 2.0 * shape.num_kv_heads * self._head
-        flops = 4.0 * shape.num_heads * shape.head_dim * pairs
+        if latent := latent_of(shape):
+            kv = (latent.kv + latent.rotary) * self._head / shape.head_dim
+        flops = 4.0 * shape.num_heads * attention_width(shape) * pairs
         traffic = DISPLACED * kv * ((COPY_PASSES + 1.0) * keys + COPY_PASSES * copied)
         seconds = traffic / self._stream(max(1.0, traffic))
         # Passes of fp32 over the weights inside the tiled kernel.

@@ -16,8 +16,6 @@ from shoal.cost.price.collectives import all_reduce_s, send_s
 from shoal.cost.step_cost.roofline import BYTES, Roofline, Terms
 from shoal.ir import Link
 
-__all__ = ["ShardedStepCost"]
-
 _LENGTH = itemgetter(1)
 
 
@@ -29,8 +27,6 @@ class ShardedStepCost:
 
     Args:
         roofline: of the whole model on one rank.
-        tp: ranks of a layer.
-        pp: stages.
         link: between ranks; None where nothing is known of it, and nothing is counted.
     """
 
@@ -40,7 +36,6 @@ class ShardedStepCost:
     link: Link | None
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """See :class:`~shoal.ir.engine.StepCost`."""
         return self.terms(chunks).total
 
     def terms(self, chunks: Sequence[tuple[int, int]]) -> Terms:

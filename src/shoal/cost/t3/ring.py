@@ -39,8 +39,6 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from shoal.core.config import Value
 from shoal.core.errors import require
 
-__all__ = ["OverlapResult", "PartialProduct", "RingDevice", "fuse", "product_alone"]
-
 Policy = Literal["compute_first", "round_robin"]
 
 

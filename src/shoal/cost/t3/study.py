@@ -9,8 +9,6 @@ from shoal.core.tables import Table
 from shoal.cost.t3.sublayers import RingDevice, SublayerComparison, compare, sublayers
 from shoal.ir import Explanation, Progress
 
-__all__ = ["T3Study"]
-
 
 @part
 class T3Study:

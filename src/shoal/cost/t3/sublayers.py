@@ -154,7 +154,6 @@ class SublayerComparison(Value):
     """A sublayer in every way: product, reduce-scatter and all-gather.
 
     Args:
-        sublayer: what was simulated.
         product_s: the product alone.
         reduce_scatter_s: it alone.
         all_gather_s: it alone, which is not overlapped.

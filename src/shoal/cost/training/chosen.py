@@ -6,9 +6,9 @@ from typing import Any
 
 from shoal.core.parts import Choice, table
 from shoal.cost.arithmetic import parameters
+from shoal.cost.price.ops import FrozenPasses
+from shoal.cost.training.frozen import base_of
 from shoal.ir import Estimate, Machine, Parallel, Work
-
-__all__ = ["ChosenParts"]
 
 
 class ChosenParts:
@@ -55,6 +55,12 @@ class ChosenParts:
         if getattr(part, "forward_only", False):
             return 0.0
         return min(1.0, float(part.parameters(work.shape)) / parameters(work.shape))
+
+    def _frozen(self, work: Work) -> FrozenPasses | None:
+        """What the frozen weights take to be multiplied; None where all weights are trained."""
+        if work.job.finetune is None:
+            return None
+        return base_of(work.job, work.shape, self._part("peft", work.job.finetune)).passes
 
     def _others(self, work: Work) -> float:
         """Seconds of a step by the parts that neither compute nor communicate.

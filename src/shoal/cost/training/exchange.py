@@ -16,8 +16,6 @@ from shoal.cost.price.passes import PassSeconds
 from shoal.cost.price.shares import passes_of
 from shoal.ir import Work
 
-__all__ = ["exchanged_s"]
-
 # Share of a pass behind which traffic can hide, and by how much kernels run longer while a
 # collective takes units and memory from them.
 HIDES, CROWDED = 0.85, 0.15
@@ -61,12 +59,17 @@ def exchanged_s(
         start = ring_s(1.0, ranks, split.tp, gpu, k) * blocks
         gather = ring(2.0) + start
         scatter = 0.0 if frozen else ring(engine.grad_bytes) + start
+        copied = 0.0
+        if engine.copies:
+            # Two gathers read and write bf16; gradients are read, and written as they are sent.
+            moved = 8.0 + (0.0 if frozen else 2.0 + engine.grad_bytes)
+            copied = moved * (rest + experts) / (k.stream * gpu.stream)
         if not engine.data_overlap:
-            return passes * (2 * gather + scatter)
+            return passes * (2 * gather + scatter + copied)
         exposed = max(0.0, gather - ahead) + max(0.0, gather + scatter - behind)
         hidden = min(gather, ahead) + min(gather + scatter, behind)
         # The first gather and the last scatter have nothing to hide behind.
-        return passes * (exposed + CROWDED * hidden) + (gather + scatter) / blocks
+        return passes * (exposed + CROWDED * hidden + copied) + (gather + scatter) / blocks
     sharded = bool(divides) or engine.sharded_update
     scatter = ring(engine.grad_bytes)
     gather = ring(2.0) if sharded else scatter

@@ -11,8 +11,6 @@ from __future__ import annotations
 from shoal.cost.arithmetic import block_parameters, expert_parameters
 from shoal.ir import ModelShape, TrainJob
 
-__all__ = ["hidden_bytes", "hidden_share"]
-
 _BYTES = 4.0
 
 

@@ -19,8 +19,6 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from shoal.core.config import Value
 from shoal.core.errors import MachineError, require
 
-__all__ = ["LayerProfile", "LinkFit", "Overlap", "PassFit", "fit_link", "fit_pass"]
-
 
 class PassFit(Value):
     """Seconds of one direction of one layer.

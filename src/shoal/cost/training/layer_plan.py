@@ -24,18 +24,6 @@ from shoal.cost.training.memory import ALLOCATOR_SLACK, RUNTIME_BYTES
 from shoal.cost.training.step import Pricer, bounds_of
 from shoal.ir import Estimate, Interval, Machine, ModelShape, OpCosts, TrainJob, Work
 
-__all__ = [
-    "LayerPlan",
-    "StageCost",
-    "estimate_layers",
-    "in_flight",
-    "plan_of",
-    "seconds_of",
-    "simulated_s",
-    "stage_cost",
-    "stage_costs",
-]
-
 
 class LayerPlan(NamedTuple):
     """Who runs which layer how.
@@ -45,12 +33,15 @@ class LayerPlan(NamedTuple):
         strategies: of each layer.
         sequences: of a micro-batch, on all ranks of a stage.
         microbatches: of a step.
+        ends: how embedding and output layer run, and in what layout stages hand on; as the blocks
+            next to them, if not given.
     """
 
     stages: tuple[range, ...]
     strategies: tuple[Strategy, ...]
     sequences: int
     microbatches: int
+    ends: Strategy | None = None
 
     @property
     def pp(self) -> int:
@@ -59,8 +50,11 @@ class LayerPlan(NamedTuple):
 
     @property
     def uniform(self) -> bool:
-        """Every layer has the same strategy."""
-        return len(set(self.strategies)) == 1
+        """Every layer has the same strategy, and so have the ends."""
+        first = self.strategies[0]
+        ends = self.ends or first
+        alike = ends.layout == first.layout and ends.shard == first.shard
+        return alike and len(set(self.strategies)) == 1
 
 
 @dataclass(frozen=True)
@@ -134,6 +128,7 @@ def stage_cost(
     pp: int,
     sequences: int,
     held: int,
+    ends: Strategy | None = None,
 ) -> StageCost:
     """The cost of one stage.
 
@@ -145,19 +140,26 @@ def stage_cost(
         pp: stages.
         sequences: of a micro-batch, on all ranks of the stage.
         held: micro-batches in flight.
+        ends: see :class:`LayerPlan`.
     """
     costs = []
+    hidden = layers[0].shape.hidden
+    layouts = [strategy.layout for strategy in strategies]
+    if ends is not None:
+        layouts = [ends.layout, *layouts, ends.layout]
+        costs = [
+            pricer.end(name, ends, sequences, pp)
+            for name in ("embed", "head")
+            if end in (name, "both")
+        ]
+        end = ""
     for at, (layer, strategy) in enumerate(zip(layers, strategies, strict=True)):
         here = "embed" if at == 0 and end in ("embed", "both") else ""
         if at == len(layers) - 1 and end in ("head", "both"):
             here = "both" if here else "head"
         costs.append(pricer.layer(layer, strategy, sequences, pp, here))
-    hidden = layers[0].shape.hidden
-    change = sum(
-        pricer.change(a.layout, b.layout, hidden, sequences, pp)
-        for a, b in itertools.pairwise(strategies)
-    )
-    boundary = pricer.boundary_s(sequences, strategies[-1].layout, pp)
+    change = sum(pricer.change(a, b, hidden, sequences, pp) for a, b in itertools.pairwise(layouts))
+    boundary = pricer.boundary_s(sequences, layouts[-1], pp)
     return StageCost(tuple(costs), change, boundary, held)
 
 
@@ -180,6 +182,7 @@ def stage_costs(
             pp=plan.pp,
             sequences=plan.sequences,
             held=in_flight(schedule, stage, plan.pp, plan.microbatches),
+            ends=plan.ends,
         )
         for stage, cut in enumerate(plan.stages)
     )
@@ -224,7 +227,7 @@ def simulated_s(
     name = job.parallel.schedule.name
     part = table("schedule").build(job.parallel.schedule if name == "gpipe" else "1f1b")
     schedule = part.build(plan.pp, plan.microbatches, 1)
-    ranks = plan.strategies[0]
+    ranks = plan.ends or plan.strategies[0]
     inner = ranks.dp * ranks.tp * ranks.cp
     split = job.parallel.model_copy(
         update={"dp": ranks.dp, "tp": ranks.tp, "cp": ranks.cp, "pp": plan.pp, "vpp": 1}
@@ -271,6 +274,7 @@ def plan_of(job: TrainJob, shape: ModelShape) -> LayerPlan:
         tuple(strategies),
         sequences,
         max(1, job.global_batch // sequences),
+        Strategy(split.dp, split.tp, split.cp, job.shard.name) if job.layers_apart else None,
     )
 
 
@@ -371,6 +375,7 @@ def estimate_layers(
         flops=base.flops,
         tokens=base.tokens,
         total_s=base.total_s and base.total_s.scaled(ratio),
+        whole_s={cause: ratio * seconds for cause, seconds in base.whole_s.items()},
         energy_j=base.energy_j and base.energy_j.scaled(ratio),
         usd=base.usd and base.usd.scaled(ratio),
         bound=max(groups, key=lambda name: groups[name]),

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from shoal.cost.price.passes import PassSeconds
 from shoal.ir import ModelShape
 
-__all__ = ["LayerCost", "ModelLayer", "Strategy", "layers_of"]
-
 
 @dataclass(frozen=True, order=True)
 class Strategy:

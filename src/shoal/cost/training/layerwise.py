@@ -41,8 +41,6 @@ from shoal.cost.training.layer_fit import LayerProfile
 from shoal.cost.training.layers import LayerCost, ModelLayer, Strategy
 from shoal.ir import Link, Machine, ModelShape, Parallel, TrainJob, Work
 
-__all__ = ["LayerPricer"]
-
 # Operators that belong to the ends of the model, not to a block.
 _ENDS = {"embedding": "embed", "final_norm": "head", "logits": "head", "loss": "head"}
 _WEIGHTS = ("weight_cast", "gradient_sum")
@@ -87,6 +85,7 @@ class LayerPricer:
         self._optimizer_s: float = own.terms_s.get("optimizer", 0.0) / every
         # One memory for each pricer.
         self.layer = functools.lru_cache(maxsize=None)(self._layer)
+        self.end = functools.lru_cache(maxsize=None)(self._end)
         self.change = functools.lru_cache(maxsize=None)(self._change)
         self._pass = functools.lru_cache(maxsize=None)(self._pass_of)
         self._end_pass = functools.lru_cache(maxsize=None)(self._end_pass_of)
@@ -297,6 +296,39 @@ class LayerPricer:
             / tp,
         )
 
+    def _end(self, name: str, strategy: Strategy, sequences: int, pp: int) -> LayerCost:
+        """The cost of embedding or output layer in a layout that the blocks need not have.
+
+        Args:
+            name: embed or head.
+            strategy: how it runs; its vocabulary is shared by the tp ranks.
+            sequences: of one micro-batch, on all ranks of the stage.
+            pp: stages.
+        """
+        own, world = sequences // strategy.dp, pp * strategy.dp * strategy.tp * strategy.cp
+        ahead, behind = self._end_pass(name, own, strategy.tp, strategy.cp, world)
+        tokens = own * self.job.seq_len / strategy.cp
+        sums = self.wire_s(
+            "all_reduce", tokens * self.shape.hidden * self.width, strategy.tp, 1, world
+        )
+        local = self._end_parameters(name, pp) / strategy.tp
+        wire = self._data_parallel(strategy, local, ahead.device, behind.device, world, pp)
+        total = sums + wire.ahead + wire.behind
+        sent_ahead = wire.ahead + (sums if name == "embed" else 0.0)
+        states, _ = self._states(strategy, local, ModelLayer(name, self.shape))
+        return LayerCost(
+            forward=ahead,
+            backward=behind,
+            overhead_s=self._overhead(ahead + behind, world),
+            wire_s=total,
+            extra_s=wire.extra,
+            update_s=self._update(strategy, local, world) + wire.publish,
+            forward_share=sent_ahead / total if total else 0.5,
+            states_bytes=states,
+            transient_bytes=self._logits(strategy, own) if name == "head" else 0.0,
+            sent_bytes=wire.sent,
+        )
+
     def _with_context(
         self,
         layer: ModelLayer,
@@ -419,12 +451,15 @@ class LayerPricer:
             scores = own * layer.shape.num_heads * float(self.job.seq_len) ** 2 / tp
             peak += 4 * 2.0 * min(scores, MOST_PLAIN_SCORES) / cp
         if "head" in ends:
-            logits = logits_bytes(
-                self.shape, self.job.seq_len, 1, precision=self.job.precision, tp=tp
-            )
-            matrix = logits_bytes(self.shape, 1, 1, precision=self.job.precision, tp=tp)
-            peak += matrix + max(0.0, logits - matrix) * own / cp
+            peak += self._logits(strategy, own)
         return held, peak
+
+    def _logits(self, strategy: Strategy, own: int) -> float:
+        """Bytes beside the rest while the output layer is at work."""
+        precision, tp = self.job.precision, strategy.tp
+        logits = logits_bytes(self.shape, self.job.seq_len, 1, precision=precision, tp=tp)
+        matrix = logits_bytes(self.shape, 1, 1, precision=precision, tp=tp)
+        return matrix + max(0.0, logits - matrix) * own / strategy.cp
 
     # Changes and boundaries --------------------------------------------------------------
 

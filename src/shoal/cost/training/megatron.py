@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from shoal.core.errors import PlanError, require
 
-__all__ = ["boundary_bytes", "bubble", "checkpoints", "parameters", "training_days"]
-
 _SECONDS_A_DAY = 86400.0
 
 

@@ -7,33 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from shoal.cost.arithmetic import (
     activation_bytes,
-    embedding_parameters,
     logits_bytes,
-    mixture_layers,
     parameters,
 )
+from shoal.cost.gpu.engines import ENGINES
 from shoal.cost.price.experts import held_parameters
 from shoal.cost.price.ops import MOST_PLAIN_SCORES, stage_share
 from shoal.cost.price.rates import ranks_per_host
 from shoal.cost.price.shares import sharers, vocab_ranks
 from shoal.ir import Machine, Parallel, TrainJob, Work
-
-__all__ = [
-    "ALLOCATOR_SLACK",
-    "ARENAS",
-    "RUNTIME_BYTES",
-    "TIERS",
-    "in_flight_bytes",
-    "passing_bytes",
-    "runtime_bytes",
-    "standing_bytes",
-    "tier_bytes",
-    "tuned_memory",
-]
 
 TIERS = ("device", "host", "disk")
 """Places of an offloaded job's state, as an estimate's causes name them."""
@@ -75,14 +60,21 @@ def standing_bytes(
     mine = rest / dp + experts / edp
     whole = experts if edp == 1 else 0.0
     passing = (local - whole) / blocks
-    weights = 4.0 * local
+    engine = ENGINES[job.engine]
+    # Where the optimizer has weights in fp32, others are held in the compute type alone.
+    beside = engine.masters and job.precision == "bf16"
+    held = 2.0 if beside else 4.0
+    weights = held * local
     if "weights" in divides:
         # Two blocks are whole at a time: the one at work and the next.
-        weights = 4.0 * mine + 2 * 4.0 * passing
+        weights = held * mine + 2 * held * passing
     if levels is not None:
         weights = levels(local, block)["weights"]
-    if job.precision == "bf16":
+    if job.precision == "bf16" and not beside:
         weights += 2.0 * (2 * passing + whole if "weights" in divides else local)
+    if job.products != "same":
+        # Both operands' layouts in eight bits stay from one micro-batch to the next.
+        weights += 2.0 * (2 * passing if "weights" in divides else local)
     gradients = 4.0 * local
     if "gradients" in divides:
         gradients = 4.0 * mine + 4.0 * passing
@@ -91,6 +83,8 @@ def standing_bytes(
     moments = local
     if "optimizer" in divides:
         moments = mine
+    if beside:
+        optimizer += 4.0 * parameters(shape)
     return {
         "weights": weights,
         "gradients": gradients * trained,
@@ -102,6 +96,8 @@ def passing_bytes(work: Work, is_cpu: bool, microbatch: int, recompute: str) -> 
     """Bytes of one rank that one micro-batch keeps, and those of its logits."""
     job, shape = work.job, work.shape
     tp, pp = job.parallel.tp, job.parallel.pp
+    if recompute == "selective":
+        recompute = ENGINES[job.engine].selective
     kept = activation_bytes(
         shape,
         job.seq_len,
@@ -154,43 +150,3 @@ def tier_bytes(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> 
         away.add("host")
     result = {"device": sum(size for cause, size in causes.items() if cause not in away)}
     return result | {tier: causes[tier] for tier in sorted(away, reverse=True) if causes.get(tier)}
-
-
-def tuned_memory(
-    work: Work, found: dict[str, float], part: Any, microbatch: int
-) -> dict[str, float]:
-    """Bytes of one rank of a fine-tuning run: those of ``base`` and ``adapter`` separately.
-
-    Args:
-        work: a step of the job.
-        found: what the same job takes that trains all weights.
-        part: the fine-tuning method.
-        microbatch: sequences of a micro-batch.
-    """
-    job, shape = work.job, work.shape
-    every = float(parameters(shape))
-    outside = min(every, embedding_parameters(shape) + shape.hidden)
-    blocks = every - outside
-    bits = float(getattr(part, "weight_bits", 32.0))
-    width = 2.0 if job.precision == "bf16" else 4.0
-    tokens = float(job.seq_len * microbatch)
-    # The gradient of the output matrix is not there, nor are the inputs of layers that stand still:
-    # of a block those of the feed-forward layer's two matrices.
-    logits = found["logits"] - (4.0 + width) * shape.vocab_size * shape.hidden
-    dense = (shape.num_layers - mixture_layers(shape)) * (shape.hidden + shape.ffn_hidden)
-    kept = found["activations"]
-    if job.recompute == "none":
-        kept -= width * tokens * dense
-    # Weights in few bits are made for a product and gone; others are copied for bf16.
-    copies = 2.0 * blocks if job.precision == "bf16" and bits == 32 else 0.0
-    trained = 0.0 if getattr(part, "forward_only", False) else float(part.parameters(shape))
-    drawn = float(part.drawn(shape)) if hasattr(part, "drawn") else 0.0
-    return {
-        "base": 4.0 * outside + bits / 8.0 * blocks,
-        "adapter": 4.0 * (trained + drawn),
-        "gradients": found["gradients"],
-        "optimizer": found["optimizer"],
-        "activations": (kept + copies) * float(getattr(part, "kept", 1.0)),
-        "logits": logits,
-        "runtime": found["runtime"],
-    }

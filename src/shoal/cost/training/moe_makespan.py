@@ -15,8 +15,6 @@ from shoal.cost.price.ops import stage_share
 from shoal.cost.training.moe_tasks import MoePass, layer_of
 from shoal.ir import Machine, ModelShape, TrainJob
 
-__all__ = ["aheads", "check_chunks", "gained_s", "makespan", "two_links"]
-
 
 def check_chunks(r: float, tokens: int) -> None:
     """Refuse more chunks than tokens.
@@ -104,6 +102,6 @@ def gained_s(job: TrainJob, shape: ModelShape, machine: Machine, microbatch: int
         makespan(one, 1) - makespan(one, min(r, tokens))
         for one, r in zip((layer.forward, layer.backward), split.chunks, strict=True)
     )
-    again = job.recompute != "none"
+    again = job.sends_again
     layers = mixture_layers(shape) * stage_share(shape, split.pp)
     return layers * (forward * (1 + again) + backward)

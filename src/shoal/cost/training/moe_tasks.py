@@ -27,8 +27,6 @@ from shoal.cost.price.experts import exchange_s, first_groups
 from shoal.cost.price.rates import KernelRates, RankRates
 from shoal.ir import Machine, ModelShape, Parallel
 
-__all__ = ["Line", "MoeLayer", "MoePass", "Task", "fitted", "layer_of", "passes"]
-
 # Parts of the whole work at which a task is timed: the sizes that chunks may have.
 _SIZES = (1 / 32, 1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0)
 # Gradients of the input and of the weights: two products for one of the forward pass.
@@ -240,11 +238,11 @@ def layer_of(
         none = Line(0.0, 0.0)
         lines.append(fitted(sizes, [seconds(x) for x in sizes], what) if whole else none)
     forward, backward = passes(lines[0], lines[1], lines[2], (size, size, flops), tokens)
-    names = ("qkv", "attention_out", "router", "shared_in", "shared_out")
-    dense = sum(product(tokens, x.N, x.K, x.copies) for x in linears(shape) if x.name in names)
+    around = [x for x in linears(shape) if x.role in ("attention", "mixture")]
+    dense = sum(product(tokens, x.N, x.K, x.copies) for x in around)
     keys = 2.0 * tokens * shape.num_heads * shape.head_dim * seq_len
     dense += keys / curve(2048.0)
-    weights = sum(x.parameters / x.layers for x in linears(shape) if x.name in names)
+    weights = sum(x.parameters / x.layers for x in around)
     gradient = 4.0 * weights / split.tp
 
     def summed(bytes_: float) -> float:

@@ -7,6 +7,7 @@ import functools
 from shoal.core.traits import traits
 from shoal.cost.price.shares import microbatch_of, passes_of, vocab_ranks
 from shoal.cost.training.chosen import ChosenParts
+from shoal.cost.training.frozen import tuned_memory
 from shoal.cost.training.memory import (
     ALLOCATOR_SLACK,
     RUNTIME_BYTES,
@@ -14,11 +15,8 @@ from shoal.cost.training.memory import (
     passing_bytes,
     runtime_bytes,
     standing_bytes,
-    tuned_memory,
 )
 from shoal.ir import Machine, TrainJob, Work
-
-__all__ = ["RankMemory"]
 
 
 class RankMemory(ChosenParts):
@@ -54,7 +52,9 @@ class RankMemory(ChosenParts):
             leaving = min(result["activations"], saved.memory_bytes.get("disk", 0.0))
             result["activations"] -= leaving
         if job.finetune is not None:
-            result = tuned_memory(work, result, self._part("peft", job.finetune), microbatch)
+            part = self._part("peft", job.finetune)
+            is_cpu = self.machine.device.kind == "cpu"
+            result = tuned_memory(work, result, part, microbatch, is_cpu=is_cpu)
         return {**result, "disk": leaving} if leaving else result
 
     def is_plain(self, job: TrainJob) -> bool:
@@ -73,11 +73,12 @@ class RankMemory(ChosenParts):
         Args:
             work: whose job says everything else.
             microbatch: sequences of a micro-batch.
-            recompute: none, full or stage.
+            recompute: what is computed again.
         """
         job, split = work.job, work.job.parallel
         aside = (split, job.shard, job.sync, job.finetune, job.optimizer)
-        key: tuple[object, ...] = (*map(id, aside), work.shape, job.precision)
+        kind = (job.precision, job.products, job.engine)
+        key: tuple[object, ...] = (*map(id, aside), work.shape, kind)
         if key not in self._standing:
             shard = self._part("shard", job.shard)
             levels = None
@@ -92,14 +93,15 @@ class RankMemory(ChosenParts):
             )
             self._standing[key] = aside, standing, runtime_bytes(self.machine, split)
         _, standing, runtime = self._standing[key]
-        size = (job.seq_len, microbatch, recompute, job.precision)
+        size = (job.seq_len, microbatch, recompute, *kind)
         key = (work.shape, size, split.tp, split.sp, split.pp, split.cp, vocab_ranks(job))
         if key not in self._kept:
             is_cpu = self.machine.device.kind == "cpu"
             self._kept[key] = passing_bytes(work, is_cpu, microbatch, recompute)
         kept, logits = self._kept[key]
         passes = passes_of(job, microbatch)
-        held = self._in_flight(split, passes)
+        # Where passes of two micro-batches take turns, one more keeps what a stage needs.
+        held = self._in_flight(split, passes) + (split.overlap == "experts") / split.vpp
         kept = in_flight_bytes(work, kept, held, microbatch, recompute)
         tensors = {**standing, "activations": kept, "logits": logits}
         return {**tensors, "runtime": runtime + ALLOCATOR_SLACK * sum(tensors.values())}

@@ -26,8 +26,6 @@ from shoal.cost.price.host_link import copy_bytes_per_s
 from shoal.cost.price.rates import RankRates, ranks_per_host
 from shoal.ir import Machine, ModelShape, Parallel
 
-__all__ = ["Exchange", "SequenceCost"]
-
 Exchange = Literal["ring", "ulysses"]
 """How ranks that share sequences reach each other's keys and values."""
 

@@ -20,18 +20,21 @@ from collections.abc import Mapping
 from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import flops_per_token, parameters
 from shoal.cost.gpu.device import CALIBRATED, GpuCalibration, gpu_of
+from shoal.cost.gpu.engines import check_overlap, check_products
 from shoal.cost.gpu.spec import EngineSpec
 from shoal.cost.pipeline.simulator import simulate
 from shoal.cost.price.experts import dispatch, held_parameters
 from shoal.cost.price.rates import RankRates, ranks_per_host
 from shoal.cost.price.rehearsed import OperatorTimes, RehearsedRates, events
 from shoal.cost.price.shares import microbatch_of, passes_of, sharers, vocab_ranks
-from shoal.cost.training.exchange import exchanged_s
+from shoal.cost.training.exchange import HIDES, exchanged_s
+from shoal.cost.training.failures import Saving, saving_of
+from shoal.cost.training.frozen import gather_s
 from shoal.cost.training.gradient_slices import hidden_share
 from shoal.cost.training.moe_makespan import gained_s
 from shoal.cost.training.rank_memory import RankMemory
 from shoal.cost.training.step_passes import StepPasses
-from shoal.cost.training.totals import energy_of, price_of, saves_of, total_of
+from shoal.cost.training.totals import energy_of, occupied, price_of, whole_of
 from shoal.cost.training.wire import (
     add_wire,
     data_parallel_s,
@@ -39,9 +42,7 @@ from shoal.cost.training.wire import (
     tensor_parallel_s,
     tied_s,
 )
-from shoal.ir import Estimate, Interval, Machine, Work
-
-__all__ = ["Pricer", "bounds_of", "estimate"]
+from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
 
 # Share of the backward pass behind which a GPU hides the gradients' collectives.
 OVERLAP = 0.8
@@ -51,7 +52,7 @@ PIPE_EXPOSED = 0.1
 ONCE_S = 5e-3
 # Half-width of the 90 % interval on GPUs: 90 % of the rows of a new publication are no further
 # off (shoal.cost.published.scoreboard).
-GPU_SPREAD = 0.28
+GPU_SPREAD = 0.26
 # What of a step is computing, and stretches where computing is slower.
 _COMPUTE = ("matmul", "attention", "memory", "overhead", "optimizer", "bubble")
 # Of a least price: so that rounding does not make it more than the price.
@@ -79,7 +80,7 @@ class Pricer(StepPasses, RankMemory):
 
     Args:
         machine: the machine.
-        engine: what runs the jobs on an accelerator; Shoal itself if not given.
+        engine: what runs the jobs on an accelerator; the engine of each job if not given.
         constants: of accelerators; those that plans are priced with if not given.
     """
 
@@ -102,7 +103,7 @@ class Pricer(StepPasses, RankMemory):
         Args:
             work: whose job says everything else.
             microbatch: sequences of a micro-batch.
-            recompute: none, full or stage.
+            recompute: what is computed again.
         """
         work = self._made(work)
         job, split = work.job, work.job.parallel
@@ -110,7 +111,8 @@ class Pricer(StepPasses, RankMemory):
             return 0.0
         key = (
             *(work.shape, job.seq_len, microbatch, recompute, job.precision, job.compile),
-            *(split.tp, split.sp, vocab_ranks(job), split.ep, split.etp, job.finetune is None),
+            *(split.tp, split.sp, vocab_ranks(job), split.ep, split.etp, self._frozen(work)),
+            *(job.engine, job.products),
         )
         device = self._least.get(key)
         if device is None:
@@ -131,6 +133,9 @@ class Pricer(StepPasses, RankMemory):
 
             return estimate_layers(work, machine)
         _check(work, machine)
+        check_products(job, machine)
+        if self.engine is None:
+            check_overlap(job)
         rates = self._rates(job)
         engine = self._engine(job)
         microbatch = microbatch_of(job)
@@ -144,7 +149,8 @@ class Pricer(StepPasses, RankMemory):
         wire: dict[str, float] = {}
         tensor_s = tensor_parallel_s(work, machine, microbatch, wire)
         tensor_s = not_hidden_s(job, machine, tensor_s, both.matmul) * (1 - engine.tensor_overlap)
-        tensor_s += dispatch(job, shape, machine, microbatch, wire)
+        exchange_s = dispatch(job, shape, machine, microbatch, wire, engine)
+        tensor_s += exchange_s - self._behind(job, exchange_s, both.device, passes)
         tensor_s = max(0.0, tensor_s - gained_s(job, shape, machine, microbatch))
         pipe_s = self._pipeline(work, wire) / passes
         pipe_s *= PIPE_EXPOSED if engine.pipe_overlap else 1.0
@@ -177,13 +183,14 @@ class Pricer(StepPasses, RankMemory):
         trained = self._trained(work)
         update *= trained
         before = dict(wire)
-        if self.engine is None:
+        foreign = self._foreign(job)
+        if foreign is None:
             collective = data_parallel_s(work, machine, shard, wire) * trained
         else:
             gpu = gpu_of(machine)
-            collective = exchanged_s(work, engine, gpu, self.constants, divides, forward, backward)
-            sharded = "optimizer" in divides or engine.sharded_update
-            moved = engine.optimizer_bytes * (mine if sharded else whole) * trained
+            collective = exchanged_s(work, foreign, gpu, self.constants, divides, forward, backward)
+            sharded = "optimizer" in divides or foreign.sharded_update
+            moved = foreign.optimizer_bytes * (mine if sharded else whole) * trained
             update = moved / (self.constants.stream * gpu.stream)
         for scope, sent in wire.items():
             wire[scope] = before.get(scope, 0.0) + (sent - before.get(scope, 0.0)) * trained
@@ -196,9 +203,10 @@ class Pricer(StepPasses, RankMemory):
             summed = 4.0 * (rest + (experts if job.parallel.edp > 1 else 0.0))
             gradients = 2.0 / 3.0 if "optimizer" in divides else 1.0
             collective *= 1.0 - gradients * hidden_share(job, shape, summed)
-        elif self.engine is None and not rates.is_cpu:
+        elif foreign is None and not rates.is_cpu:
             hidden = OVERLAP * backward.device * passes
             collective = max(collective - hidden, 0.05 * collective)
+        collective += gather_s(work, machine, wire)
         collective += add_wire(self._part("sync", job.sync).estimate(work, machine), wire)
         placer = self._part("placer", job.parallel.placer)
         collective += add_wire(placer.estimate(work, machine), wire)
@@ -229,10 +237,11 @@ class Pricer(StepPasses, RankMemory):
         tokens = float(job.global_batch * job.seq_len)
         interval = Interval.around(step, _spread(machine, terms, step))
         ahead = forward.device / both.device if both.device else 0.3
-        total = total_of(job, interval, ahead)
-        if total is not None:
-            mode = self._part("save_mode", job.checkpoint.mode).estimate(work, machine)
-            total = total.shifted(saves_of(job) * sum(mode.terms_s.values()))
+        whole_s = whole_of(job, step, ahead, self.saving(work, step))
+        total = None
+        if whole_s:
+            repeated = interval.scaled((whole_s["steps"] + whole_s["evaluation"]) / step)
+            total = repeated.shifted(whole_s["saves"] + whole_s["failures"])
         return Estimate(
             step_s=interval,
             terms_s=terms,
@@ -241,9 +250,28 @@ class Pricer(StepPasses, RankMemory):
             flops=flops_per_token(shape, job.seq_len) * tokens,
             tokens=tokens,
             total_s=total,
+            whole_s=whole_s,
             energy_j=energy_of(machine, job.parallel.world, total),
             usd=price_of(machine, job.parallel.world, total),
             bound=max(groups, key=lambda name: groups[name]),
+        )
+
+    def saving(self, work: Work, step_s: float) -> Saving:
+        """How a job saves, as it is priced.
+
+        Args:
+            work: the job.
+            step_s: seconds of its step.
+        """
+        mode = self._part("save_mode", work.job.checkpoint.mode).estimate(work, self.machine)
+        devices, nodes = occupied(self.machine, work.job.parallel.world)
+        return saving_of(
+            work.job,
+            self.machine.device,
+            devices=devices,
+            nodes=nodes,
+            step_s=step_s,
+            stall_s=sum(mode.terms_s.values()),
         )
 
     def _staged(self, work: Work, crowding: float) -> tuple[float, float]:
@@ -291,6 +319,17 @@ class Pricer(StepPasses, RankMemory):
         if known is None or known[0] is not self.machine:
             _LAST["machine"] = known = self.machine, _rehearsals(self.machine)
         return known[1]
+
+    def _behind(self, job: TrainJob, exchange_s: float, device_s: float, passes: int) -> float:
+        """Seconds of a micro-batch's exchange that hide behind another micro-batch's passes.
+
+        What enters a pipeline before the first backward pass, and what leaves it after the last
+        forward pass, has no other beside it.
+        """
+        if job.parallel.overlap != "experts":
+            return 0.0
+        paired = max(0.0, 1.0 - self._in_flight(job.parallel, passes) / passes)
+        return paired * min(self._engine(job).expert_overlap * exchange_s, HIDES * device_s)
 
     def _pipeline(self, work: Work, wire: dict[str, float]) -> float:
         """Seconds in which a rank sends to its neighbours, all micro-batches."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shoal.cost.gpu.device import CALIBRATED, GpuCalibration
+from shoal.cost.gpu.engines import ENGINES, engine_of
 from shoal.cost.gpu.spec import SHOAL, EngineSpec
 from shoal.cost.price.accelerated import CALLS, accelerated
 from shoal.cost.price.experts import dispatch
@@ -20,18 +21,19 @@ from shoal.cost.training.chosen import ChosenParts
 from shoal.cost.training.wire import tensor_parallel_s
 from shoal.ir import Machine, OpCosts, Parallel, Schedule, TrainJob, Work
 
-__all__ = ["StepPasses"]
-
 # Operators of the ends of a model; all others are of its blocks.
 _ENDS = {"embedding": "embed", "logits": "head", "loss": "head", "final_norm": "norm"}
 
-# What an engine computes again where a job says nothing, as shares of each kind of operator. Half:
-# attention is kept, every other product and all elementwise operators run again.
+# What is computed again, as shares of each kind of operator, or of one by name: what latent
+# attention gets from its compressed queries, keys and values. Half: attention is kept, every other
+# product and all elementwise operators run again.
 _AGAIN: dict[str, dict[str, float]] = {
     "none": {},
     "selective": {"attention": 1.0},
+    "elementwise": {"memory": 1.0, "q_up": 1.0, "kv_up": 1.0},
     "half": {"matmul": 0.5, "memory": 1.0},
 }
+_ALL = {"matmul": 1.0, "attention": 1.0, "memory": 1.0}
 
 
 def _grid(split: Parallel) -> tuple[int, int] | None:
@@ -60,7 +62,7 @@ class StepPasses(ChosenParts):
 
     Args:
         machine: the machine.
-        engine: what runs the jobs on an accelerator; Shoal itself if not given.
+        engine: what runs the jobs on an accelerator; the engine of each job if not given.
         constants: of accelerators; those that plans are priced with if not given.
     """
 
@@ -78,9 +80,12 @@ class StepPasses(ChosenParts):
         self._curves: dict[tuple[object, ...], tuple[Curve, Curve]] = {}
 
     def _engine(self, job: TrainJob) -> EngineSpec:
-        if self.engine is not None:
-            return self.engine
-        return SHOAL.compiled() if job.compile else SHOAL
+        return self.engine or engine_of(job)
+
+    def _foreign(self, job: TrainJob) -> EngineSpec | None:
+        """The engine, where it is another than Shoal's own runtime."""
+        own = self.engine is None and ENGINES[job.engine] is SHOAL
+        return None if own or self.machine.device.kind == "cpu" else self._engine(job)
 
     def _rates(self, job: TrainJob) -> RankRates:
         return RankRates(self.machine, job.parallel, job.threads, self.constants)
@@ -142,12 +147,15 @@ class StepPasses(ChosenParts):
         key = (
             *(work.shape, job.seq_len, microbatch, job.precision, job.compile, pp, split.sp),
             *(split.tp, vocab_ranks(job), _grid(split), rates.used, rates.sharing),
-            job.finetune is None,
+            *(job.engine, job.products, self._frozen(work)),
         )
         if key in self._passes:
             return self._passes[key]
         forward = ends = last = PassSeconds()
-        backward = {"none": PassSeconds(), "full": PassSeconds(), "stage": PassSeconds()}
+        engine = self._engine(job)
+        again = {"none": _AGAIN["none" if self.engine is None else engine.again]}
+        again |= {"selective": _AGAIN[engine.selective], "full": _ALL}
+        backward = dict.fromkeys((*again, "stage"), PassSeconds())
         for op, once, back in self._operators(work, rates, microbatch, pp):
             if not rates.is_cpu and _ENDS.get(op.name) in ("head", "norm"):
                 ends, last = ends + once, last + back
@@ -155,12 +163,20 @@ class StepPasses(ChosenParts):
             forward += once
             for recompute in backward:
                 backward[recompute] += back
-                if recompute == "stage" or (recompute == "full" and op.recomputed):
-                    backward[recompute] += once
-                elif recompute == "none" and self.engine is not None and op.recomputed:
-                    backward[recompute] += once.scaled(_AGAIN[self.engine.again].get(op.kind, 0.0))
+                shares = _ALL if recompute == "stage" else again[recompute] if op.recomputed else {}
+                if share := shares.get(op.name, shares.get(op.kind, 0.0)):
+                    backward[recompute] += once.scaled(share)
         self._passes[key] = StagePasses(forward, backward, ends, last)
         return self._passes[key]
+
+    def operators(self, work: Work) -> list[tuple[OpGroup, PassSeconds, PassSeconds]]:
+        """What one rank with all blocks runs for a micro-batch: seconds forward and backward.
+
+        Recomputation is left out; ranks that share the sequences share these seconds.
+        """
+        work = self._made(work)
+        rates = self._rates(work.job)
+        return list(self._operators(work, rates, microbatch_of(work.job), 1))
 
     def _operators(
         self, work: Work, rates: RankRates, microbatch: int, pp: int
@@ -179,6 +195,7 @@ class StepPasses(ChosenParts):
                 pp=pp,
                 vocab=vocab_ranks(job),
                 experts=_grid(split),
+                frozen=self._frozen(work),
             )
         else:
             ops = accelerated(
@@ -192,7 +209,7 @@ class StepPasses(ChosenParts):
                 sp=split.sp,
                 vocab=vocab_ranks(job),
                 experts=_grid(split),
-                frozen=job.finetune is not None,
+                frozen=self._frozen(work),
             )
         for op in ops:
             once = op_pass(op, False, matmul, stream, job.precision, rates.is_cpu)
@@ -226,11 +243,11 @@ class StepPasses(ChosenParts):
                 own = result.device / split.cp + result.calls * launch
                 seconds[key] += own
         tensor = tensor_parallel_s(work, self.machine, microbatch, {}) / 2
-        tensor += dispatch(job, shape, self.machine, microbatch, {}) / 2
+        tensor += dispatch(job, shape, self.machine, microbatch, {}, self._engine(job)) / 2
         part = self._part("schedule", split.schedule)
         schedule: Schedule = part.build(split.pp, passes_of(job), split.vpp)
         cells = schedule.num_cells - schedule.bare_head
-        again = 0.0 if job.recompute == "none" else 1.0
+        again = 1.0 if job.sends_again else 0.0
         forward = (seconds["body", False] + tensor) * split.pp / cells
         backward = (seconds["body", True] + tensor) * split.pp / cells + again * forward
         ahead, behind = [forward] * cells, [backward] * cells

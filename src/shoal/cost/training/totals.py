@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import math
 
+from shoal.cost.training.failures import Saving, failures_s
 from shoal.ir import Interval, Machine, TrainJob
-
-__all__ = ["energy_of", "occupied", "price_of", "saves_of", "steps_of", "total_of"]
-
-# Steps between saves where the run itself chooses.
-_AUTO_EVERY = 100
 
 
 def steps_of(job: TrainJob) -> int | None:
@@ -21,28 +17,27 @@ def steps_of(job: TrainJob) -> int | None:
     return None
 
 
-def saves_of(job: TrainJob) -> int:
-    """Checkpoints of a job, the one at its end included."""
-    steps, every = steps_of(job), job.checkpoint.every
-    every = _AUTO_EVERY if every == "auto" else every
-    return 1 + (steps // every if steps and every else 0)
-
-
-def total_of(job: TrainJob, step: Interval, ahead: float) -> Interval | None:
-    """Seconds of all steps and of the evaluations between them.
+def whole_of(job: TrainJob, step_s: float, ahead: float, saving: Saving) -> dict[str, float]:
+    """Cause -> seconds of a whole job: steps, evaluation, saves, failures; empty without a length.
 
     Args:
-        job: how many of both.
-        step: seconds of a step.
+        job: how many steps and evaluations.
+        step_s: seconds of a step.
         ahead: share of a step that is its forward pass.
+        saving: how it saves; a save at the end is counted in any case.
     """
     steps = steps_of(job)
     if steps is None:
-        return None
+        return {}
     rounds = (steps // job.evaluation.every if job.evaluation.every else 0) + 1
     tokens = float(job.global_batch * job.seq_len)
-    share = ahead * job.evaluation.tokens / tokens
-    return step.scaled(steps + rounds * share)
+    saves = 1 + (steps // saving.every if saving.every else 0)
+    result = {
+        "steps": steps * step_s,
+        "evaluation": rounds * ahead * job.evaluation.tokens / tokens * step_s,
+        "saves": saves * saving.stall_s,
+    }
+    return {**result, "failures": failures_s(saving, sum(result.values()), step_s)}
 
 
 def energy_of(machine: Machine, ranks: int, total: Interval | None) -> Interval | None:

@@ -10,8 +10,6 @@ from shoal.cost.price.shares import passes_of, sharers, vocab_ranks, workers_of
 from shoal.ir import Estimate, Machine, TrainJob, Work
 from shoal.ir.job import TILES
 
-__all__ = ["add_wire", "data_parallel_s", "not_hidden_s", "tensor_parallel_s", "tied_s"]
-
 
 def add_wire(own: Estimate, wire: dict[str, float]) -> float:
     """Count what a part sends; the seconds that it takes."""
@@ -48,7 +46,7 @@ def tensor_parallel_s(
     size = tokens * shape.hidden * (2.0 if job.precision == "bf16" else 4.0)
     sparse = mixture_layers(shape) if job.parallel.folded else 0
     layers = stage_share(shape, job.parallel.pp) * (shape.num_layers - sparse / 2)
-    number = layers * (6 if job.recompute == "full" else 4) + 2
+    number = layers * (6 if job.sends_again else 4) + 2
     passes = passes_of(job, microbatch)
     if link is not None:
         sent = number * 2 * size * (tp - 1) / tp * passes

@@ -21,7 +21,7 @@ WORKLOADS = PartTable(
         "trace": "shoal.cost.workloads.trace:TraceWorkload",
     },
     about=(
-        "What requests arrive, and when. Chosen by the key `workload` of a serving job, and "
+        "Which requests arrive, and when. Chosen by the key `workload` of a serving job, and "
         "by `--workload`."
     ),
     protocol="shoal.cost.workloads.protocols:Workload",

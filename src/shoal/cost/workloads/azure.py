@@ -27,8 +27,6 @@ from shoal.cost.workloads.drawing import (
 from shoal.cost.workloads.trace import find_data, retimed
 from shoal.ir import Arrival
 
-__all__ = ["Azure"]
-
 SOURCE = "github.com/Azure/AzurePublicDataset (AzureLLMInferenceTrace_conv.csv or _code.csv)"
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 

@@ -8,8 +8,6 @@ from shoal.core.parts import part
 from shoal.cost.workloads.drawing import LengthLaw
 from shoal.cost.workloads.independent import Independent
 
-__all__ = ["Chat"]
-
 
 @part
 class Chat(Independent):

@@ -6,8 +6,6 @@ from shoal.core.errors import require
 from shoal.core.parts import Choice, options_of
 from shoal.cost.workloads import WORKLOADS
 
-__all__ = ["choose"]
-
 
 def choose(name: str | None, path: str | None = None) -> Choice | None:
     """The choice of a workload; None if neither is given.

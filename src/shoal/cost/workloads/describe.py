@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from shoal.ir import Arrival
 
-__all__ = ["describe", "sentence"]
-
 
 def describe(arrivals: Sequence[Arrival]) -> dict[str, float]:
     """Number, rate, and quantiles of the lengths of ``arrivals``.

@@ -18,19 +18,6 @@ from shoal.core.errors import require
 from shoal.core.random import generator
 from shoal.ir import Arrival
 
-__all__ = [
-    "LengthLaw",
-    "Positive",
-    "Requests",
-    "Scale",
-    "check_sizes",
-    "clipped",
-    "independent",
-    "times",
-    "token_ids",
-]
-
-
 Requests = Annotated[int, Ge(1), Le(10_000_000)]
 """How many requests a workload has."""
 Positive = Annotated[float, Gt(0), Lt(math.inf)]

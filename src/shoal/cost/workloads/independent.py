@@ -8,8 +8,6 @@ from shoal.core.parts import part
 from shoal.cost.workloads.drawing import LengthLaw, Positive, Requests, Scale, independent
 from shoal.ir import Arrival
 
-__all__ = ["Independent"]
-
 
 @part
 class Independent:
@@ -36,7 +34,6 @@ class Independent:
     def arrivals(
         self, *, count: int | None, vocab_size: int, max_position: int, seed: int
     ) -> list[Arrival]:
-        """See :class:`~shoal.cost.workloads.protocols.Workload`."""
         return independent(
             self,
             self.PROMPTS,

@@ -25,8 +25,6 @@ from shoal.cost.workloads.drawing import (
 from shoal.cost.workloads.trace import find_data, number_of, read_lines, retimed
 from shoal.ir import Arrival
 
-__all__ = ["Mooncake"]
-
 SOURCE = "github.com/kvcache-ai/Mooncake (FAST25-release/traces/conversation_trace.jsonl)"
 HASHED_TOKENS = 512
 """Tokens of a prompt for which a hash stands."""

@@ -19,8 +19,6 @@ from shoal.cost.workloads.drawing import (
 )
 from shoal.ir import Arrival
 
-__all__ = ["Multiturn"]
-
 
 @part
 class Multiturn:
@@ -55,7 +53,6 @@ class Multiturn:
     def arrivals(
         self, *, count: int | None, vocab_size: int, max_position: int, seed: int
     ) -> list[Arrival]:
-        """See :class:`~shoal.cost.workloads.protocols.Workload`."""
         check_sizes(count, vocab_size, max_position)
         number = count or self.requests
         arrivals: list[Arrival] = []

@@ -6,8 +6,6 @@ from typing import Protocol
 
 from shoal.ir import Arrival
 
-__all__ = ["Workload"]
-
 
 class Workload(Protocol):
     """A part of kind ``workload``: requests with times, prompts and lengths of output.
@@ -26,4 +24,3 @@ class Workload(Protocol):
             DataError: a trace that cannot be read.
             ConfigError: a count, vocabulary or length that no request fits.
         """
-        ...

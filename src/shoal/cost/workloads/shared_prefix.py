@@ -19,8 +19,6 @@ from shoal.cost.workloads.drawing import (
 )
 from shoal.ir import Arrival
 
-__all__ = ["SharedPrefix"]
-
 
 @part
 class SharedPrefix:
@@ -49,7 +47,6 @@ class SharedPrefix:
     def arrivals(
         self, *, count: int | None, vocab_size: int, max_position: int, seed: int
     ) -> list[Arrival]:
-        """See :class:`~shoal.cost.workloads.protocols.Workload`."""
         check_sizes(count, vocab_size, max_position)
         size = max(1, round(self.prefix_tokens / self.scale))
         starts = [

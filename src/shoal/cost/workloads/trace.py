@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from shoal.core.errors import DataError
+from shoal.core.files import expanded
 from shoal.core.parts import part
 from shoal.cost.workloads.drawing import Positive, Requests, check_sizes, clipped
 from shoal.ir import Arrival
-
-__all__ = ["TraceWorkload", "find_data", "read_lines", "retimed"]
 
 
 @part
@@ -29,6 +28,8 @@ class TraceWorkload:
         requests: the first so many; None takes all.
         rate: requests per second to which the times are stretched; None keeps them.
     """
+
+    traits: ClassVar[frozenset[str]] = frozenset({"recorded"})
 
     path: str
     requests: Requests | None = None
@@ -44,10 +45,10 @@ class TraceWorkload:
         """
         check_sizes(count, vocab_size, max_position)
         results = []
-        path = Path(self.path).expanduser()
+        path = expanded(self.path)
         if not path.is_file():
             raise DataError(
-                f"workload.trace.path = {self.path!r}: there is no such file; give the path of a "
+                f"workload.trace.path = {self.path!r}: no such file; give the path of a "
                 "trace in JSONL, or choose a workload that needs no file, such as chat"
             )
         for where, row in read_lines(path, count or self.requests):
@@ -88,13 +89,13 @@ def find_data(where: str, path: str, source: str) -> Path:
     Raises:
         DataError: it is in neither place.
     """
-    direct = Path(path).expanduser()
+    direct = expanded(path)
     if direct.is_file():
         return direct
     folder = os.environ.get("SHOAL_DATA")
-    if folder and (Path(folder).expanduser() / path).is_file():
-        return Path(folder).expanduser() / path
-    below = f"there is none at {Path(folder).expanduser() / path} either" if folder else "not set"
+    if folder and (expanded(folder) / path).is_file():
+        return expanded(folder) / path
+    below = f"there is none at {expanded(folder) / path} either" if folder else "not set"
     raise DataError(
         f"{where} = {path!r}: there is no such file, and SHOAL_DATA, the folder of data sets, "
         f"helps nothing: {below}; get the file from {source}, and give its path or set "

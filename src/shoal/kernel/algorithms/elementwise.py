@@ -13,8 +13,6 @@ from shoal.kernel.algorithms.loop import LoopReduction, check_op, loop, names_of
 from shoal.kernel.algorithms.memory import ArrayView, overlaps, view
 from shoal.kernel.algorithms.policy import Policy
 
-__all__ = ["copy", "fill", "for_each", "for_loop", "transform"]
-
 _INPUTS = ("a", "b", "c")
 
 

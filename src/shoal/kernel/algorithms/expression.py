@@ -8,9 +8,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from shoal.core.errors import KernelError, nearest
-
-__all__ = ["CppExpression", "cpp", "is_name"]
+from shoal.core.errors import KernelError, suggestion
 
 _BINARY = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.BitAnd: "&", ast.BitOr: "|",
            ast.BitXor: "^", ast.LShift: "<<", ast.RShift: ">>"}  # fmt: skip
@@ -109,10 +107,9 @@ class _Writer:
         if name in self.names:
             return name
         known = ", ".join(sorted(self.names)) or "none"
-        hint = nearest(name, self.names)
         raise self._error(
             f"no array or constant is called {name!r}; there are {known}"
-            + (f"; {hint}" if hint else "")
+            + suggestion(name, self.names)
         )
 
     def _constant(self, value: object) -> str:
@@ -158,10 +155,9 @@ class _Writer:
     def _call(self, node: ast.Call) -> str:
         name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
         if name not in _FUNCTIONS:
-            hint = nearest(name, _FUNCTIONS)
             raise self._error(
                 f"no function {name!r}; there are {', '.join(_FUNCTIONS)}"
-                + (f"; {hint}" if hint else "")
+                + suggestion(name, _FUNCTIONS)
             )
         written, count = _FUNCTIONS[name]
         if node.keywords or len(node.args) != count:
@@ -176,103 +172,18 @@ def is_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", text) is not None and text not in _TAKEN
 
 
-# Words of C++, and names of the generated functions.
-_TAKEN = frozenset(
-    [
-        "and",
-        "asm",
-        "auto",
-        "bool",
-        "break",
-        "case",
-        "catch",
-        "char",
-        "class",
-        "const",
-        "continue",
-        "default",
-        "delete",
-        "do",
-        "double",
-        "else",
-        "enum",
-        "explicit",
-        "export",
-        "extern",
-        "false",
-        "float",
-        "for",
-        "friend",
-        "goto",
-        "if",
-        "inline",
-        "int",
-        "long",
-        "mutable",
-        "namespace",
-        "new",
-        "not",
-        "operator",
-        "or",
-        "private",
-        "protected",
-        "public",
-        "register",
-        "return",
-        "short",
-        "signed",
-        "sizeof",
-        "static",
-        "struct",
-        "switch",
-        "template",
-        "this",
-        "throw",
-        "true",
-        "try",
-        "typedef",
-        "typename",
-        "union",
-        "unsigned",
-        "using",
-        "virtual",
-        "void",
-        "volatile",
-        "while",
-        "xor",
-        "i",
-        "first",
-        "last",
-        "call",
-        "at",
-        "task",
-        "fold",
-        "finish",
-        "scan",
-        "start",
-        "reduce",
-        "count",
-        "place",
-        "partial",
-        "result",
-        "into",
-        "next",
-        "size",
-        "all",
-        "answer",
-        "join",
-        "folded",
-        "integral",
-        "over",
-        "floor_over",
-        "modulo",
-        "square",
-        "cube",
-        "lesser",
-        "greater",
-        "chosen",
-        "magnitude",
-        "is_nan",
-        "power",
-    ]
-)
+# Words of C++.
+_WORDS = """
+    and asm auto bool break case catch char class const continue default delete do double else
+    enum explicit export extern false float for friend goto if inline int long mutable namespace
+    new not operator or private protected public register return short signed sizeof static
+    struct switch template this throw true try typedef typename union unsigned using virtual
+    void volatile while xor
+"""
+# Names in the generated functions.
+_GENERATED = """
+    i first last call at task fold finish scan start reduce count place partial result into next
+    size all answer join folded integral over floor_over modulo square cube lesser greater
+    chosen magnitude is_nan power
+"""
+_TAKEN = frozenset(f"{_WORDS} {_GENERATED}".split())

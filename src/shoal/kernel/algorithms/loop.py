@@ -15,29 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from shoal.core.errors import KernelError, nearest, require
+from shoal.core.errors import KernelError, require, suggestion
 from shoal.core.native import build
 from shoal.kernel.algorithms.expression import CppExpression, cpp, is_name
 from shoal.kernel.algorithms.memory import TYPES, ArrayView, overlaps
 from shoal.kernel.algorithms.policy import Policy
 from shoal.kernel.native import FLAGS
 from shoal.kernel.native import library as native_library
-
-__all__ = [
-    "CATCH",
-    "COMPILE_FLAGS",
-    "NAMED",
-    "LoopLibrary",
-    "LoopReduction",
-    "built",
-    "call",
-    "check_op",
-    "loop",
-    "names_of",
-    "operator",
-    "real_type",
-    "schedulable",
-]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -199,14 +183,12 @@ def check_op(where: str, op: str | CppExpression, policy: Policy, assume_associa
     Raises:
         KernelError: this one is not known to be.
     """
-    if policy.name == "seq" or assume_associative or (isinstance(op, str) and op in NAMED):
+    if not policy.parallel or assume_associative or (isinstance(op, str) and op in NAMED):
         return
     text = op.text if isinstance(op, CppExpression) else op
-    hint = nearest(text, NAMED)
     raise KernelError(
         f"{where} op = {text!r}: in parallel an operator must be associative; take one of "
-        f"{', '.join(NAMED)}, say assume_associative=True, or use seq"
-        + (f"; {hint}" if hint else "")
+        f"{', '.join(NAMED)}, say assume_associative=True, or use seq" + suggestion(text, NAMED)
     )
 
 
@@ -291,7 +273,7 @@ def loop(
         tuple((name, isinstance(number, int)) for name, number in numbers.items()),
         tuple(writes.items()),
         tuple((s.op, s.f, s.init is not None, isinstance(s.init, int)) for s in sums.values()),
-        policy.name == "seq" and not policy.fixed,
+        not (policy.parallel or policy.fixed),
     )
     made = _loop(where, key)
     given = tuple(numbers.values()) + tuple(s.init for s in sums.values() if s.init is not None)

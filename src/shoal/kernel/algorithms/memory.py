@@ -11,8 +11,6 @@ import numpy as np
 from shoal.core.errors import KernelError, require
 from shoal.kernel.algorithms.policy import Policy, block, inline, par
 
-__all__ = ["TYPES", "ArrayView", "allocate", "overlaps", "view"]
-
 # Types of elements, and what C++ calls them.
 TYPES = {
     "float64": "double",
@@ -34,7 +32,6 @@ class ArrayView:
         address: of the first element.
         dtype: name of the type of its elements.
         step: elements from one to the next.
-        n: elements.
     """
 
     array: np.ndarray

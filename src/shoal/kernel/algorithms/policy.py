@@ -11,28 +11,6 @@ from typing import Literal
 
 from shoal.core.errors import KernelError, require
 
-__all__ = [
-    "Chunking",
-    "Executor",
-    "Policy",
-    "PolicyParameter",
-    "auto",
-    "block",
-    "deterministic",
-    "dynamic",
-    "fork_join",
-    "guided",
-    "inline",
-    "max_cores",
-    "numa",
-    "par",
-    "par_unseq",
-    "seq",
-    "static",
-    "task",
-    "work_stealing",
-]
-
 Kind = Literal["static", "dynamic", "guided", "auto"]
 
 # As native/algorithms.h counts them.
@@ -97,6 +75,11 @@ class Policy:
     fixed: bool = False
     task: bool = False
 
+    @property
+    def parallel(self) -> bool:
+        """Whether tasks may run in any order, on any thread."""
+        return self.name != "seq"
+
     def on(self, executor: Executor) -> Policy:
         """The same on another executor.
 
@@ -104,7 +87,7 @@ class Policy:
             KernelError: ``seq`` is sent to threads.
         """
         require(
-            self.name != "seq" or executor == inline,
+            self.parallel or executor == inline,
             "algorithms.seq.on",
             executor.name,
             expected="inline; take par for threads",

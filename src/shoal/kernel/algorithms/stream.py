@@ -19,8 +19,6 @@ from shoal.kernel.algorithms.loop import COMPILE_FLAGS
 from shoal.kernel.algorithms.memory import allocate
 from shoal.kernel.algorithms.policy import Policy, block, par, static
 
-__all__ = ["KERNELS", "POLICY", "Arrays", "native", "own", "rates"]
-
 # Kernel -> its expression, its inputs, and bytes that it moves an element (of 8).
 KERNELS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "copy": ("a", ("a",), 16),

@@ -11,15 +11,13 @@ from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.ir import Explanation, Machine, Progress
 
-__all__ = ["StreamStudy"]
-
 
 @part
 class StreamStudy:
     """Measure STREAM: copy, scale, add and triad by the parallel algorithms and by C with OpenMP.
 
-    Both take turns, with the same flags and threads. Beside them stands the bandwidth that the
-    probe of this machine found. Arrays that fit a cache say nothing about memory.
+    Both take turns, with the same flags and threads. The bandwidth of the probe is shown for
+    comparison. Arrays must be larger than the caches.
 
     **Examples**
 
@@ -40,12 +38,11 @@ class StreamStudy:
     anyway: bool = False
 
     def explain(self, machine: Machine | None, progress: Progress) -> Explanation:
-        """Rates of the four kernels, both ways."""
         from shoal.kernel.algorithms.stream import rates
         from shoal.kernel.dispatch import here
 
         if not self.anyway:
-            check_quiet(wait_s=60.0)
+            check_quiet(wait_s=60.0, hint="measure all the same with --set anyway=true")
         result = rates(self.elements, pairs=3 if self.quick else 15)
         probed = here().device.main_memory.read_bandwidth
         return Explanation(

@@ -20,8 +20,6 @@ from shoal.kernel.formats.base import BaseFormat, Grid, half_scale
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Uint"]
-
 
 @part
 class Uint(BaseFormat):
@@ -58,5 +56,4 @@ class Uint(BaseFormat):
         return codes.clamp_(0, 2**self.width - 1).to(torch.uint8)
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
-        """``(u - z) s``."""
         return (codes.float() - grid["zeros"].float()) * grid["scales"].float()

@@ -25,8 +25,6 @@ from shoal.kernel.protocols import PackedMatrix
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BaseFormat", "Grid", "half_scale"]
-
 Grid = Mapping[str, "Tensor"]
 """Name -> [N, G]: what the codes of each group mean."""
 
@@ -74,12 +72,10 @@ class BaseFormat:
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code."""
         return self.width
 
     @property
     def bits(self) -> float:
-        """Bits of a weight, scales included, for long rows."""
         codes = self.code_bits / 2 + 1 if self.keeps_half else self.code_bits
         return codes + (0.0 if self.group is None else sum(self.grid_bits.values()) / self.group)
 

@@ -21,8 +21,6 @@ from shoal.kernel.formats.base import BaseFormat, Grid
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Bfp"]
-
 
 @part
 class Bfp(BaseFormat):
@@ -59,7 +57,6 @@ class Bfp(BaseFormat):
         return {"exponents": exponent.clamp(-127, 127).to(torch.int8)}
 
     def encode(self, weight: Tensor, grid: Grid) -> Tensor:
-        """Nearest mantissas."""
         import torch
 
         top = 2 ** (self.width - 1) - 1
@@ -69,7 +66,6 @@ class Bfp(BaseFormat):
         return mantissas.add_(top + 1).to(torch.uint8)
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
-        """``q 2^(e - (N - 2))``."""
         import torch
 
         step = torch.exp2(grid["exponents"].double() - (self.width - 2))

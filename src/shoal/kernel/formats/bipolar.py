@@ -21,8 +21,6 @@ from shoal.kernel.formats.base import BaseFormat, Grid, half_scale
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Bipolar", "codes_of", "meant"]
-
 # Shares of the largest magnitude among which the scale of a group of few bits is sought: the
 # largest weights are rare, and with few codes representing them exactly costs all others.
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -70,7 +68,6 @@ class Bipolar(BaseFormat):
     group: Annotated[int, Field(ge=1)] | None = 128
 
     def grid(self, weight_NGg: Tensor, clip: Tensor | float = 1.0) -> dict[str, Tensor]:
-        """``scales`` fp16."""
         import torch
 
         if self.width == 1:
@@ -89,7 +86,6 @@ class Bipolar(BaseFormat):
         return {"scales": best}
 
     def encode(self, weight: Tensor, grid: Grid) -> Tensor:
-        """Codes of the nearest odd integers."""
         import torch
 
         scale, top = grid["scales"].float(), 2**self.width - 1
@@ -97,6 +93,5 @@ class Bipolar(BaseFormat):
         return codes.clamp_(0, top).to(torch.uint8)
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
-        """``(2u - (2^N - 1)) s``."""
         values: Tensor = (2.0 * codes.float() - (2**self.width - 1)) * grid["scales"].float()
         return values

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from shoal.core.errors import KernelError, require
 
-__all__ = ["pack", "row_bytes", "unpack"]
-
 
 def row_bytes(k: int, bits: int) -> int:
     """Bytes of a row of ``k`` codes."""

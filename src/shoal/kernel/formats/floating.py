@@ -28,16 +28,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Float", "codes_of", "magnitudes", "values"]
-
 
 @functools.cache
 def magnitudes(exponent: int, mantissa: int) -> tuple[float, ...]:
     """What the codes 0 to the largest finite one mean, sign bit clear; they increase.
-
-    Args:
-        exponent: its bits, X.
-        mantissa: its bits, Y.
 
     Raises:
         KernelError: there is no such type of at most 8 bits.
@@ -138,7 +132,6 @@ class Float(BaseFormat):
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code."""
         return 1 + self.exponent + self.mantissa
 
     @property
@@ -147,17 +140,14 @@ class Float(BaseFormat):
         return magnitudes(self.exponent, self.mantissa)[-1]
 
     def grid(self, weight_NGg: Tensor, clip: Tensor | float = 1.0) -> dict[str, Tensor]:
-        """``scales`` fp16."""
         return {"scales": half_scale(weight_NGg.abs().amax(-1) * clip / self.largest, self)}
 
     def encode(self, weight: Tensor, grid: Grid) -> Tensor:
-        """Nearest codes."""
         import torch
 
         scale = grid["scales"].float()
         return codes_of(weight / torch.where(scale > 0, scale, 1.0), self.exponent, self.mantissa)
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
-        """The number of the code times the scale."""
         whole, _ = _table(self.exponent, self.mantissa, codes.device)
         return whole[codes.long()] * grid["scales"].float()

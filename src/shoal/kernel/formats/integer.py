@@ -20,8 +20,6 @@ from shoal.kernel.formats.base import BaseFormat, Grid, half_scale
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Int"]
-
 
 @part
 class Int(BaseFormat):
@@ -46,11 +44,9 @@ class Int(BaseFormat):
 
     @property
     def keeps_half(self) -> bool:
-        """Two of four neighbours along K are kept, the others are 0."""
         return self.half
 
     def grid(self, weight_NGg: Tensor, clip: Tensor | float = 1.0) -> dict[str, Tensor]:
-        """``scales`` fp16."""
         largest = weight_NGg.abs().amax(-1) * clip
         return {"scales": half_scale(largest * (2.0 / (2**self.width - 1)), self)}
 
@@ -63,6 +59,5 @@ class Int(BaseFormat):
         return codes.clamp_(0, 2**self.width - 1).to(torch.uint8)
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
-        """``(q - 2^(N-1)) s``."""
         values: Tensor = (codes.float() - 2 ** (self.width - 1)) * grid["scales"].float()
         return values

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["CODEBOOK", "Nf", "nearest_codes", "numbers"]
-
 CODEBOOK = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -77,7 +75,6 @@ class Nf(BaseFormat):
         return {"width": 4}
 
     def grid(self, weight_NGg: Tensor, clip: Tensor | float = 1.0) -> dict[str, Tensor]:
-        """``scales`` fp16."""
         return {"scales": half_scale(weight_NGg.abs().amax(-1) * clip, self)}
 
     def encode(self, weight: Tensor, grid: Grid) -> Tensor:
@@ -88,6 +85,5 @@ class Nf(BaseFormat):
         return nearest_codes(weight / torch.where(scale > 0, scale, 1.0))
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
-        """The number of the code times the scale."""
         table, _ = numbers(codes.device)
         return table[codes.long()] * grid["scales"].float()

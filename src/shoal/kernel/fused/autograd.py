@@ -10,8 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from shoal.kernel.fused.protocols import OperatorPasses
 
-__all__ = ["rms_norm", "rope", "swiglu"]
-
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod

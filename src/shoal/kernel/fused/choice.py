@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shoal.core.errors import KernelError, nearest
+from shoal.core.errors import KernelError, suggestion
 from shoal.kernel.calls import Device, Dtype, PointwiseCall
 from shoal.kernel.dispatch import dispatch
 from shoal.kernel.grouped.call import GroupedLinear
@@ -13,8 +13,6 @@ from shoal.kernel.grouped.call import GroupedLinear
 if TYPE_CHECKING:
     from shoal.ir import Machine
     from shoal.ir.shape import ModelShape
-
-__all__ = ["OPERATORS", "call_of", "choose"]
 
 OPERATORS = ("rms_norm", "rope", "swiglu")
 """What lies between the products of a decoder."""
@@ -65,10 +63,8 @@ def choose(
     known = (*OPERATORS, _EXPERTS) if shape.num_experts else OPERATORS
     for op, backend in wanted.items():
         if op not in known:
-            hint = nearest(op, known)
             raise KernelError(
-                f"kernel.{op}: training takes kernels of {', '.join(known)}"
-                + (f"; {hint}" if hint else "")
+                f"kernel.{op}: training takes kernels of {', '.join(known)}" + suggestion(op, known)
             )
         if compiled and backend not in _PLAIN:
             raise KernelError(

@@ -8,12 +8,11 @@ from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
 from shoal.kernel.calls import PointwiseCall
 from shoal.kernel.fused.trains import TrainableKernel
+from shoal.kernel.native import function
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["CppRmsNorm", "CppRope", "CppSample", "CppSwiglu"]
 
 
 class _Cpp(BaseKernel):
@@ -33,7 +32,6 @@ class CppRmsNorm(TrainableKernel, _Cpp):
     op: ClassVar[str] = "rms_norm"
 
     def _prepare(self, call: PointwiseCall, weight_N: Tensor, eps: float) -> Ready:
-        from shoal.kernel.native import function
         from shoal.kernel.tensors import constant, dtype_of
 
         width = call.n
@@ -77,7 +75,6 @@ class CppRope(TrainableKernel, _Cpp):
     ) -> Ready:
         import torch
 
-        from shoal.kernel.native import function
         from shoal.kernel.tensors import constant, dtype_of
 
         dim, dtype = 2 * cos_PC.shape[1], dtype_of(call.dtype)
@@ -115,8 +112,6 @@ class CppSwiglu(TrainableKernel, _Cpp):
     op: ClassVar[str] = "swiglu"
 
     def _prepare(self, call: PointwiseCall) -> Ready:
-        from shoal.kernel.native import function
-
         width = call.out
         run = function("fused", f"swiglu_{call.dtype}", "ppll")
 
@@ -138,8 +133,6 @@ class CppSample(_Cpp):
 
     def _prepare(self, call: PointwiseCall) -> Ready:
         import torch
-
-        from shoal.kernel.native import function
 
         width = call.n
         run = function("fused", f"sample_{call.dtype}", "ppppppll")

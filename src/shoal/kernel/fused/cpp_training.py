@@ -16,8 +16,6 @@ from shoal.kernel.fused.protocols import OperatorPasses
 from shoal.kernel.native import function
 from shoal.kernel.protocols import Ready
 
-__all__ = ["rms_norm", "rope", "swiglu"]
-
 # Rows whose shares of a weight's gradient are one sum, as in native/fused.cpp.
 _ROWS = 32
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}

@@ -11,8 +11,6 @@ from torch import Tensor
 from shoal.core.native import compiler, cpu_flags
 from shoal.kernel.native import function
 
-__all__ = ["best", "gate", "native"]
-
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _NEEDS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_bf16"})
 

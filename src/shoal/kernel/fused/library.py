@@ -9,8 +9,6 @@ from shoal.kernel.base import BaseKernel
 from shoal.kernel.calls import PointwiseCall
 from shoal.kernel.fused.trains import TrainableKernel
 
-__all__ = ["LibraryRmsNorm", "LibraryRope", "LibrarySwiglu"]
-
 
 class _Library(TrainableKernel, BaseKernel):
     backend: ClassVar[str] = "torch"

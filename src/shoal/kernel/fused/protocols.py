@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["OperatorPasses"]
-
 
 class OperatorPasses(NamedTuple):
     """Both passes of an operator; :mod:`shoal.kernel.fused.autograd` makes a function of them.

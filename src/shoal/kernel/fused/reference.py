@@ -21,8 +21,6 @@ from shoal.kernel.protocols import Ready
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ReferenceRmsNorm", "ReferenceRope", "ReferenceSample", "ReferenceSwiglu"]
-
 
 class _Reference(BaseKernel):
     backend: ClassVar[str] = "reference"
@@ -45,14 +43,15 @@ class ReferenceRmsNorm(TrainableKernel, _Reference):
     op: ClassVar[str] = "rms_norm"
 
     def _prepare(self, call: PointwiseCall, weight_N: Tensor, eps: float) -> Ready:
-        import torch
+        from shoal.kernel.fused.reference_training import rms_norm
+
+        norm = rms_norm(eps)
 
         def run(x_MN: Tensor, delta_MN: Tensor | None = None) -> Tensor:
             if delta_MN is not None:
                 x_MN += delta_MN
-            wide = x_MN.to(torch.promote_types(x_MN.dtype, torch.float32))
-            scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-            return (wide * scale * weight_N).to(x_MN.dtype)
+            normed: Tensor = norm(x_MN, weight_N)
+            return normed
 
         return run
 
@@ -79,26 +78,15 @@ class ReferenceRope(TrainableKernel, _Reference):
         kv_heads: int,
         eps: float,
     ) -> Ready:
-        import torch
+        from shoal.kernel.fused.reference_training import rope
 
-        dim = 2 * cos_PC.shape[1]
-
-        def turned(
-            x_MNd: Tensor, norm_d: Tensor | None, cos_M1C: Tensor, sin_M1C: Tensor
-        ) -> Tensor:
-            wide = x_MNd.to(cos_M1C.dtype)
-            if norm_d is not None:
-                wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm_d
-            first, second = wide.chunk(2, -1)
-            pairs = [first * cos_M1C - second * sin_M1C, second * cos_M1C + first * sin_M1C]
-            return torch.cat(pairs, -1).to(x_MNd.dtype)
+        split, every = rope(heads, kv_heads, eps), heads + 2 * kv_heads
 
         def run(qkv_MR: Tensor, position_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            rows = qkv_MR.view(-1, heads + 2 * kv_heads, dim)
-            q, k, v = torch.split(rows, [heads, kv_heads, kv_heads], 1)
-            wide = torch.promote_types(rows.dtype, torch.float32)
-            cos_M1C, sin_M1C = (x[position_M].unsqueeze(1).to(wide) for x in (cos_PC, sin_PC))
-            return turned(q, q_norm_d, cos_M1C, sin_M1C), turned(k, k_norm_d, cos_M1C, sin_M1C), v
+            rows_1MNd = qkv_MR.view(1, -1, every, 2 * cos_PC.shape[1])
+            cos_MC, sin_MC = cos_PC[position_M], sin_PC[position_M]
+            q, k, v = split(rows_1MNd, cos_MC, sin_MC, q_norm_d, k_norm_d)
+            return q[0], k[0], v[0]
 
         return run
 
@@ -110,14 +98,9 @@ class ReferenceSwiglu(TrainableKernel, _Reference):
     op: ClassVar[str] = "swiglu"
 
     def _prepare(self, call: PointwiseCall) -> Ready:
-        import torch
-        import torch.nn.functional as F
+        from shoal.kernel.fused.reference_training import swiglu
 
-        def run(x: Tensor) -> Tensor:
-            gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
-            return (F.silu(gate) * up).to(x.dtype)
-
-        return run
+        return swiglu()
 
 
 @part

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from shoal.kernel.protocols import Ready
 
-__all__ = ["rms_norm", "rope", "swiglu"]
-
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

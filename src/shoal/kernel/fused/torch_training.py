@@ -17,8 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from shoal.kernel.protocols import Ready
 
-__all__ = ["gate", "norm", "rms_norm", "rope", "rotate", "rotate_split", "swiglu"]
-
 
 def _scale(x: Tensor, eps: float) -> Tensor:
     """1 / root mean square of the last dimension, in fp32 or better."""

@@ -18,10 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, ClassVar
 
-from shoal.core.errors import KernelError
 from shoal.kernel.protocols import Ready
-
-__all__ = ["TrainableKernel"]
 
 
 class TrainableKernel:
@@ -35,12 +32,7 @@ class TrainableKernel:
         if not call.gradient:
             ready: Ready = super().prepare(call, *constants)  # type: ignore[misc]
             return ready
-        reason = self.refuses(call)  # type: ignore[attr-defined]
-        if reason is not None:
-            raise KernelError(
-                f"kernel.{self.op}: {self.backend} cannot compute {call}: it {reason}; "
-                "choose another backend"
-            )
+        self._require(call)  # type: ignore[attr-defined]
         module = import_module(f"shoal.kernel.fused.{self.backend}_training")
         made: Ready = getattr(module, self.op)(*constants)
         return made

@@ -13,10 +13,9 @@ from shoal.kernel.protocols import Ready
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TritonRmsNorm", "TritonRope", "TritonSample", "TritonSwiglu"]
 
-
-def _power(n: int) -> int:
+def power(n: int) -> int:
+    """The least power of two that is no less than ``n``."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -42,7 +41,7 @@ class TritonRmsNorm(TrainableKernel, TritonKernel):
             x = x.contiguous()
             added = x if delta is None else delta.contiguous()
             rms_norm[(x.numel() // width,)](
-                x, added, weight, out, width, eps, delta is not None, _power(width)
+                x, added, weight, out, width, eps, delta is not None, power(width)
             )
             return out
 
@@ -81,7 +80,7 @@ class TritonRope(TrainableKernel, TritonKernel):
             k_norm = cos if k_norm_d is None else k_norm_d
             rope[(rows, turned)](
                 qkv, cos, sin, position, q_norm, k_norm, every, heads, half, eps,
-                q_norm_d is not None, k_norm_d is not None, _power(half),
+                q_norm_d is not None, k_norm_d is not None, power(half),
             )  # fmt: skip
             one = qkv.view(rows, every, 2 * half)
             return one[:, :heads], one[:, heads:turned], one[:, turned:]
@@ -100,7 +99,7 @@ class TritonSwiglu(TrainableKernel, TritonKernel):
         from shoal.kernel.fused.triton_code import swiglu
 
         width = call.out
-        block = min(1024, _power(width))
+        block = min(1024, power(width))
 
         def run(x: Tensor) -> Tensor:
             out = x.new_empty(*x.shape[:-1], width)
@@ -140,7 +139,7 @@ class TritonSample(TritonKernel):
             out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
             # By falling score, as the reference counts.
             scores, order = logits.double().sort(descending=True, stable=True)
-            sample[(len(logits),)](scores, hot, uniform, out, width, min(1024, _power(width)))
+            sample[(len(logits),)](scores, hot, uniform, out, width, min(1024, power(width)))
             return order.gather(1, out[:, None])[:, 0]
 
         return run

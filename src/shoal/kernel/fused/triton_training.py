@@ -9,16 +9,11 @@ from torch import Tensor
 
 from shoal.kernel.fused import autograd
 from shoal.kernel.fused.protocols import OperatorPasses
+from shoal.kernel.fused.triton import power
 from shoal.kernel.protocols import Ready
-
-__all__ = ["rms_norm", "rope", "swiglu"]
 
 # Rows of a program that sums a weight's gradient.
 _ROWS = 32
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def _blocks(rows: int) -> int:
@@ -33,7 +28,7 @@ def rms_norm(eps: float) -> Ready:
     def forward(x: Tensor, weight_N: Tensor) -> Tensor:
         x, weight, width = x.contiguous(), weight_N.detach().contiguous(), x.shape[-1]
         out = torch.empty_like(x)
-        forward_row[(x.numel() // width,)](x, x, weight, out, width, eps, False, _power(width))
+        forward_row[(x.numel() // width,)](x, x, weight, out, width, eps, False, power(width))
         return out
 
     def backward(grad: Tensor, x: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +37,7 @@ def rms_norm(eps: float) -> Ready:
         rows, out = x.numel() // width, torch.empty_like(x)
         partial = x.new_empty(_blocks(rows), width, dtype=torch.float32)
         rms_norm_grad[(_blocks(rows),)](
-            grad, x, weight, out, partial, rows, width, eps, _ROWS, _power(width)
+            grad, x, weight, out, partial, rows, width, eps, _ROWS, power(width)
         )
         return out, partial.sum(0)
 
@@ -57,13 +52,13 @@ def swiglu() -> Ready:
     def forward(x: Tensor) -> Tensor:
         width = x.shape[-1] // 2
         out = x.new_empty(*x.shape[:-1], width)
-        block = min(1024, _power(width))
+        block = min(1024, power(width))
         forward_piece[(out.numel() // width, -(-width // block))](x.contiguous(), out, width, block)
         return out
 
     def backward(grad: Tensor, x: Tensor) -> Tensor:
         x, width = x.contiguous(), x.shape[-1] // 2
-        out, block = torch.empty_like(x), min(1024, _power(width))
+        out, block = torch.empty_like(x), min(1024, power(width))
         grid = (grad.numel() // width, -(-width // block))
         swiglu_grad[grid](grad.contiguous(), x, out, width, block)
         return out
@@ -88,7 +83,7 @@ def rope(heads: int, kv_heads: int, eps: float) -> Ready:
         turn[(batch * length, turned)](
             out, cos, sin, place, cos if q_norm_d is None else q_norm_d.detach(),
             cos if k_norm_d is None else k_norm_d.detach(), every, heads, dim // 2, eps,
-            q_norm_d is not None, k_norm_d is not None, _power(dim // 2),
+            q_norm_d is not None, k_norm_d is not None, power(dim // 2),
         )  # fmt: skip
         return out[:, :, :heads], out[:, :, heads:turned], out[:, :, turned:]
 
@@ -112,7 +107,7 @@ def rope(heads: int, kv_heads: int, eps: float) -> Ready:
         rope_grad[(_blocks(rows), turned)](
             out, x, cos, sin, cos if q_norm_d is None else q_norm_d.detach(),
             cos if k_norm_d is None else k_norm_d.detach(), partial, rows, length, every, heads,
-            turned, dim // 2, eps, norms, _ROWS, _power(dim // 2),
+            turned, dim // 2, eps, norms, _ROWS, power(dim // 2),
         )  # fmt: skip
         if not norms:
             return out, None, None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["rms_norm_grad", "rope_grad", "swiglu_grad"]
-
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def rms_norm_grad(

@@ -17,8 +17,6 @@ from shoal.kernel.protocols import Ready
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GroupedKernel"]
-
 
 class GroupedKernel(BaseKernel):
     """Base of the kernels ``grouped_linear.*``: a product, and the gradient of its matrices.

@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from shoal.kernel.calls import BYTES, Device, Dtype
 
-__all__ = ["GroupedLinear"]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinear:
@@ -19,14 +17,10 @@ class GroupedLinear:
     calls; here they say what a call costs.
 
     Args:
-        m: rows.
         experts: matrices, E.
-        n: outputs.
-        k: inputs.
         busy: experts that have rows; all there can be, if 0.
         most: rows of the expert that has most; as many as of any other, if 0.
         dtype: of x, weight and y.
-        device: where.
     """
 
     op: ClassVar[str] = "grouped_linear"
@@ -51,7 +45,6 @@ class GroupedLinear:
 
     @property
     def flops(self) -> float:
-        """A multiply-add counts two."""
         return 2.0 * self.m * self.n * self.k
 
     @property

@@ -32,8 +32,6 @@ from shoal.kernel.grouped.padded import PaddedGroupedLinear
 if TYPE_CHECKING:
     from shoal.kernel.protocols import Kernel
 
-__all__ = ["chosen_kernel"]
-
 # Multiply-adds that a core makes while one product begins, and while Python asks for it.
 _BEGINS = {"fp64": 3e4, "fp32": 1e5, "bf16": 8e5, "fp16": 8e5}
 _ASKED = {"fp64": 5e4, "fp32": 1e5, "bf16": 2e5, "fp16": 2e5}
@@ -47,14 +45,6 @@ def chosen_kernel(
     counts: Sequence[int], n: int, k: int, dtype: Dtype, device: Device, wanted: str | None = None
 ) -> GroupedKernel:
     """The kernel for rows of experts.
-
-    Args:
-        counts: rows of every expert.
-        n: outputs.
-        k: inputs.
-        dtype: of all.
-        device: where.
-        wanted: the backend that must be taken.
 
     Raises:
         KernelError: the wanted backend does not exist or refuses.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["LibraryGroupedLinear"]
-
 # It wants rows of matrices at addresses that are multiples of this.
 _BYTES = 16
 
@@ -31,7 +29,6 @@ class LibraryGroupedLinear(GroupedKernel):
     launch_s: ClassVar[float] = 6e-6
 
     def product(self, rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> Tensor:
-        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch.nn.functional as F
 
         if not len(rows_MK):
@@ -45,7 +42,6 @@ class LibraryGroupedLinear(GroupedKernel):
         return F.grouped_mm(_aligned(rows_MK), turned_EKN, offs=ends_E)
 
     def gradient(self, grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int]) -> Tensor:
-        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch.nn.functional as F
 
         if not len(rows_MK):

@@ -11,8 +11,6 @@ from shoal.kernel.grouped.base import GroupedKernel
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Loop"]
-
 
 @part
 class Loop(GroupedKernel):
@@ -23,7 +21,6 @@ class Loop(GroupedKernel):
     launch_s: ClassVar[float] = 1e-5
 
     def product(self, rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> Tensor:
-        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch
 
         out = rows_MK.new_empty(len(rows_MK), weight_ENK.shape[1])
@@ -32,7 +29,6 @@ class Loop(GroupedKernel):
         return out
 
     def gradient(self, grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int]) -> Tensor:
-        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch
 
         shape = len(counts), grad_MN.shape[1], rows_MK.shape[1]

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["PaddedGroupedLinear"]
-
 
 @part
 class PaddedGroupedLinear(GroupedKernel):
@@ -51,7 +49,6 @@ class PaddedGroupedLinear(GroupedKernel):
         )
 
     def product(self, rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> Tensor:
-        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch
 
         at = _Rows.of(counts, self.level, rows_MK.device)
@@ -68,7 +65,6 @@ class PaddedGroupedLinear(GroupedKernel):
         return out
 
     def gradient(self, grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int]) -> Tensor:
-        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch
 
         at = _Rows.of(counts, self.level, rows_MK.device)

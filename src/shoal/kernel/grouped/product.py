@@ -24,8 +24,6 @@ from shoal.kernel.tensors import compute_dtype, name_of
 if TYPE_CHECKING:
     from shoal.kernel.grouped.base import GroupedKernel
 
-__all__ = ["Later", "multiply", "weight_gradient"]
-
 Later = Callable[[Tensor, Callable[[], Tensor]], bool]
 """Given a parameter and what computes its gradient: whether it will be computed later."""
 
@@ -74,14 +72,7 @@ def multiply(
 def weight_gradient(
     grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int], *, backend: str | None = None
 ) -> Tensor:
-    """Gradient [E, N, K] of the matrices, for code that runs its own backward pass.
-
-    Args:
-        grad_MN: of the product.
-        rows_MK: that were multiplied, of the same dtype.
-        counts: rows of every expert.
-        backend: the kernel that must be taken.
-    """
+    """Gradient [E, N, K] of the matrices, for code that runs its own backward pass."""
     n, k = grad_MN.shape[1], rows_MK.shape[1]
     kernel = chosen_kernel(counts, n, k, name_of(rows_MK.dtype), _device(rows_MK), backend)
     return kernel.gradient(grad_MN.contiguous(), rows_MK, counts)

@@ -11,8 +11,6 @@ from shoal.kernel.grouped.base import GroupedKernel
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ReferenceGroupedLinear"]
-
 
 @part
 class ReferenceGroupedLinear(GroupedKernel):
@@ -25,7 +23,6 @@ class ReferenceGroupedLinear(GroupedKernel):
     compute_share: ClassVar[float] = 0.02
 
     def product(self, rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> Tensor:
-        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch
 
         wide = torch.promote_types(rows_MK.dtype, torch.float32)
@@ -34,7 +31,6 @@ class ReferenceGroupedLinear(GroupedKernel):
         return torch.einsum("mnk,mk->mn", every, rows_MK.to(wide)).to(rows_MK.dtype)
 
     def gradient(self, grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int]) -> Tensor:
-        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         import torch
 
         wide = torch.promote_types(rows_MK.dtype, torch.float32)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["TritonGroupedLinear"]
-
 
 @part
 class TritonGroupedLinear(TritonKernel, GroupedKernel):
@@ -36,7 +34,6 @@ class TritonGroupedLinear(TritonKernel, GroupedKernel):
     block_k: int = 64
 
     def product(self, rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> Tensor:
-        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         from shoal.kernel.grouped.triton_code import product
 
         rows_MK, (_, n, k) = rows_MK.contiguous(), weight_ENK.shape
@@ -53,7 +50,6 @@ class TritonGroupedLinear(TritonKernel, GroupedKernel):
         return out
 
     def gradient(self, grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int]) -> Tensor:
-        """See :class:`~shoal.kernel.grouped.base.GroupedKernel`."""
         from shoal.kernel.grouped.triton_code import gradient
 
         grad_MN, rows_MK = grad_MN.contiguous(), rows_MK.contiguous()

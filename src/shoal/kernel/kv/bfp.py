@@ -17,8 +17,6 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BfpKVFormat"]
-
 
 @part
 class BfpKVFormat:
@@ -70,7 +68,6 @@ class BfpKVFormat:
         return self.bits - 8
 
     def refuses(self, head_dim: int) -> str | None:
-        """Why heads of this size cannot be stored, or None if they can."""
         if head_dim % self.block == 0:
             return None
         # The largest power of two that divides it.
@@ -85,7 +82,6 @@ class BfpKVFormat:
             raise KernelError(f"cache format {self}: it {reason}")
 
     def token_bytes(self, head_dim: int, *, dtype_bytes: int) -> float:
-        """Bytes of the key or the value of one token and one head."""
         return head_dim * self.mantissa / 8 + head_dim / self.block
 
     def layout(self, head_dim: int, dtype: str) -> tuple[tuple[int, str], ...]:
@@ -151,7 +147,6 @@ class BfpKVFormat:
         return (x_NKbn.double() * by.unsqueeze(-1)).round().clamp_(-limit, limit).long(), e
 
     def decode(self, *stored: Tensor) -> Tensor:
-        """[N, K, d] in fp32."""
         import torch
 
         from shoal.core.native import compiler

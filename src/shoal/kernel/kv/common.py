@@ -10,8 +10,6 @@ from torch import Tensor
 from shoal.core.errors import KernelError
 from shoal.core.native import compiler
 
-__all__ = ["Put", "fast", "not_finite", "powers_of_two", "side_by_side", "writer"]
-
 # store [S, K, n], slots [N], rows [N, K, n]
 Put = Callable[[Tensor, Tensor, Tensor], None]
 

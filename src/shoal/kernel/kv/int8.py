@@ -9,8 +9,6 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Int8"]
-
 
 @part
 class Int8:
@@ -20,15 +18,12 @@ class Int8:
         return "int8"
 
     def refuses(self, head_dim: int) -> str | None:
-        """It stores heads of any size."""
         return None
 
     def token_bytes(self, head_dim: int, *, dtype_bytes: int) -> float:
-        """Bytes of the key or the value of one token and one head."""
         return float(head_dim + 4)
 
     def layout(self, head_dim: int, dtype: str) -> tuple[tuple[int, str], ...]:
-        """Numbers a token and head, and their type, of every stored tensor."""
         return ((head_dim, "int8"), (1, "fp32"))
 
     def encode(self, x_NKd: Tensor) -> tuple[Tensor, ...]:
@@ -71,6 +66,5 @@ class Int8:
         return codes, scales
 
     def decode(self, *stored: Tensor) -> Tensor:
-        """[N, K, d] in fp32."""
         codes, scales = stored
         return codes.float() * scales

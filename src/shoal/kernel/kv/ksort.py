@@ -20,8 +20,6 @@ from torch import Tensor
 from shoal.core.errors import KernelError, require
 from shoal.kernel.protocols import KVFormat
 
-__all__ = ["Mode", "channel_order", "rotary", "score_error"]
-
 Mode = Literal["pairs", "free"]
 
 

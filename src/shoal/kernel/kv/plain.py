@@ -9,8 +9,6 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Plain"]
-
 
 @part
 class Plain:
@@ -20,19 +18,15 @@ class Plain:
         return "plain"
 
     def refuses(self, head_dim: int) -> str | None:
-        """It stores heads of any size."""
         return None
 
     def token_bytes(self, head_dim: int, *, dtype_bytes: int) -> float:
-        """Bytes of the key or the value of one token and one head."""
         return float(head_dim * dtype_bytes)
 
     def layout(self, head_dim: int, dtype: str) -> tuple[tuple[int, str], ...]:
-        """Numbers a token and head, and their type, of every stored tensor."""
         return ((head_dim, dtype),)
 
     def encode(self, x_NKd: Tensor) -> tuple[Tensor, ...]:
-        """The tensor itself."""
         return (x_NKd,)
 
     def decode(self, *stored: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ from shoal.kernel.protocols import Ready
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CppLinear"]
-
 
 @part
 class CppLinear(BaseKernel):
@@ -29,7 +27,7 @@ class CppLinear(BaseKernel):
     needs: ClassVar[frozenset[str]] = frozenset({"avx512f", "avx512bw", "avx512_bf16"})
     compiled: ClassVar[bool] = True
     memory_share: ClassVar[float] = 0.85
-    compute_share: ClassVar[float] = 0.2
+    compute_share: ClassVar[float] = 0.25
 
     def _prepare(self, call: LinearCall, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
         import torch

@@ -15,19 +15,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoal.core.errors import KernelError
 from shoal.core.parts import part
-from shoal.kernel.base import BaseKernel
 from shoal.kernel.calls import LowbitLinearCall
-from shoal.kernel.formats import weight_format
+from shoal.kernel.formats.affine import Uint
+from shoal.kernel.formats.floating import Float
+from shoal.kernel.formats.integer import Int
+from shoal.kernel.lowbit.base import LowbitKernel, checked, require_rows
+from shoal.kernel.pages import room
 from shoal.kernel.protocols import PackedMatrix, Ready
+from shoal.kernel.tile.host import Unpack, build_host
+from shoal.kernel.tile.programs import lowbit_matmul, lowbit_pack
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.kernel.tile.host import Unpack
-
-__all__ = ["ROWS", "Anybit", "compiled", "step_of", "type_of"]
+    from shoal.kernel.formats.base import BaseFormat
 
 COLUMNS = 32
 """Outputs of a tile: four vectors of eight, which share the activations that are loaded."""
@@ -56,10 +58,6 @@ class _Type:
 
 def type_of(format_: Any) -> _Type | None:
     """The type of the codes of a weight format; None if it is none of the machine's."""
-    from shoal.kernel.formats.affine import Uint
-    from shoal.kernel.formats.floating import Float
-    from shoal.kernel.formats.integer import Int
-
     if isinstance(format_, Int) and not format_.half:
         return _Type(f"int{format_.width}", 1 << (format_.width - 1))
     if isinstance(format_, Uint):
@@ -93,9 +91,6 @@ def compiled(
         zeros: with zero points.
         unpack: ``generic`` for the same program with an extraction bit by bit.
     """
-    from shoal.kernel.tile.host import build_host
-    from shoal.kernel.tile.programs import lowbit_matmul, lowbit_pack
-
     programs = [lowbit_pack.trace(weight=weight, step=step, columns=COLUMNS)]
     programs += [
         lowbit_matmul.trace(
@@ -113,7 +108,7 @@ def compiled(
 
 
 @part
-class Anybit(BaseKernel):
+class Anybit(LowbitKernel):
     """AVX-512: bytes permuted to lanes, eight windows cut from each, values looked up, all widths.
 
     Takes ``int1`` to ``int8``, ``uint1`` to ``uint8`` and every ``float`` of 3 to 8 bits, with
@@ -122,7 +117,6 @@ class Anybit(BaseKernel):
     they are. Sums are taken in one order, whatever the number of rows.
     """
 
-    op: ClassVar[str] = "linear_lowbit"
     backend: ClassVar[str] = "anybit"
     invariant: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
@@ -143,13 +137,8 @@ class Anybit(BaseKernel):
     compute_share: ClassVar[float] = 0.2
     call_s: ClassVar[float] = 1e-5
 
-    def _refuses(self, call: LowbitLinearCall) -> str | None:
-        try:
-            chosen = weight_format(call.format)
-            group = chosen.group_of(call.k)
-        except KernelError as cause:
-            return f"cannot read them: {cause}"
-        if type_of(chosen) is None:
+    def _refuses_format(self, call: LowbitLinearCall, stored: BaseFormat, group: int) -> str | None:
+        if type_of(stored) is None:
             return (
                 f"has no type for {call.format}; expected int1 to int8, uint1 to uint8 or a float "
                 "of 3 to 8 bits, all weights kept"
@@ -179,17 +168,10 @@ def prepare(
     import torch.nn.functional as F
 
     from shoal.kernel.formats.bits import pack
-    from shoal.kernel.pages import room
     from shoal.kernel.tensors import constant, finite
 
     n, k = call.n, call.k
-    chosen = weight_format(call.format)
-    if weight.format != call.format or weight.shape != (n, k):
-        raise KernelError(
-            f"kernel.linear_lowbit: given {weight.format} {list(weight.shape)}: expected "
-            f"{call.format} {[n, k]}"
-        )
-    chosen.check(weight)
+    chosen = checked(call, weight)
     kind = type_of(chosen)
     assert kind is not None, "refused"
     group = chosen.group_of(k)
@@ -247,11 +229,7 @@ def prepare(
         return rows.float().view(-1, groups, length // groups // 8, 8).sum(-1).sum(-1)
 
     def product(x: Tensor) -> Tensor:
-        if x.dtype != dtype or x.shape[-1] != k or not x.is_cpu:
-            raise KernelError(
-                f"kernel.linear_lowbit: rows are {x.dtype} {list(x.shape)} on {x.device}: "
-                f"expected {dtype} [..., {k}] on cpu"
-            )
+        require_rows(call, x, dtype)
         rows = x.reshape(-1, k)
         if not rows.is_contiguous():
             rows = rows.contiguous()

@@ -14,20 +14,19 @@ import bisect
 import re
 from typing import TYPE_CHECKING, ClassVar
 
-from shoal.core.errors import KernelError
 from shoal.core.parts import part
 from shoal.ir import Estimate, Interval, Machine
-from shoal.kernel.base import BaseKernel
 from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.dispatch import here
 from shoal.kernel.formats import weight_format
+from shoal.kernel.lowbit.base import LowbitKernel, checked, require_rows
 from shoal.kernel.planes.engines import PlanesEngine, chosen
 from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BipolarLinear"]
+    from shoal.kernel.formats.base import BaseFormat
 
 _FORMATS = ("bipolar", "int", "uint")
 # Rows between which the choice of the engine is made anew.
@@ -41,13 +40,12 @@ def _family(call: LowbitLinearCall) -> str:
 
 
 @part
-class BipolarLinear(BaseKernel):
+class BipolarLinear(LowbitKernel):
     """Rounds rows to bipolar integers, multiplies exactly, and scales in the same pass.
 
     Groups are summed in one order by all engines, so a row has the same bits in any company.
     """
 
-    op: ClassVar[str] = "linear_lowbit"
     backend: ClassVar[str] = "bipolar"
     invariant: ClassVar[bool] = True
     activations: ClassVar[tuple[str, ...]] = ("bipolar",)
@@ -56,11 +54,9 @@ class BipolarLinear(BaseKernel):
     def _refuses(self, call: LowbitLinearCall) -> str | None:
         if re.fullmatch(r"bipolar[1-8]", call.activations) is None:
             return "takes activations of bipolar1 to bipolar8 only"
-        try:
-            stored = weight_format(call.format)
-            group = stored.group_of(call.k)
-        except KernelError as cause:
-            return f"cannot read them: {cause}"
+        return super()._refuses(call)
+
+    def _refuses_format(self, call: LowbitLinearCall, stored: BaseFormat, group: int) -> str | None:
         if _family(call) not in _FORMATS or stored.keeps_half:
             return f"takes weights in {', '.join(_FORMATS)} formats, all of them kept"
         if group < call.k and group % 16:
@@ -101,12 +97,7 @@ class BipolarLinear(BaseKernel):
         from shoal.kernel.planes.native import quantized, result, weights
         from shoal.kernel.tensors import constant
 
-        if weight.format != call.format or weight.shape != (call.n, call.k):
-            raise KernelError(
-                f"kernel.linear_lowbit: given {weight.format} {list(weight.shape)}: expected "
-                f"{call.format} {[call.n, call.k]}"
-            )
-        stored, k, n = weight_format(call.format), call.k, call.n
+        stored, k, n = checked(call, weight), call.k, call.n
         w, group, machine = stored.code_bits, stored.group_of(k), here()
         first = self._engine(call, machine)
         assert first is not None
@@ -134,11 +125,7 @@ class BipolarLinear(BaseKernel):
             engines = [self._engine(call, machine, rows, True) or first for rows in _ROWS]
 
         def run(x: Tensor) -> Tensor:
-            if x.dtype != dtype or x.shape[-1] != k:
-                raise KernelError(
-                    f"kernel.linear_lowbit: input {x.dtype} {list(x.shape)}: expected {dtype} "
-                    f"[..., {k}]"
-                )
+            require_rows(call, x, dtype)
             rows = x.reshape(-1, k).contiguous()
             out = result(held, rows.shape[0])
             engine = engines[bisect.bisect_right(_ROWS, rows.shape[0]) - 1]

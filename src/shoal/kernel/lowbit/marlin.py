@@ -21,14 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shoal.core.errors import KernelError
 from shoal.kernel.formats import weight_format
 from shoal.kernel.formats.normal import CODEBOOK, Nf
 from shoal.kernel.lowbit.marlin_cpu import library, segment_of
 from shoal.kernel.protocols import PackedMatrix
-from shoal.kernel.tensors import finite
-
-__all__ = ["Blocks", "blocks", "checked", "product_w4a8", "quantize_rows"]
 
 _WIDE = 32
 # Inputs that are summed before sums are added: what one thread does at least.
@@ -75,22 +71,6 @@ class Blocks:
 
 # Both kernels of a layer read the same memory. Tensor -> its version then, and the blocks.
 _MADE: MutableMapping[Tensor, tuple[int, Blocks]] = WeakIdKeyDictionary()
-
-
-def checked(weight: PackedMatrix, fmt: str, n: int, k: int) -> None:
-    """Hold a stored matrix against what a call says of it.
-
-    Raises:
-        KernelError: another format or shape, tensors that do not fit, a scale that is not
-            finite.
-    """
-    if weight.format != fmt or weight.shape != (n, k):
-        raise KernelError(
-            f"kernel.linear_lowbit: given {weight.format} {list(weight.shape)}: expected "
-            f"{fmt} {[n, k]}"
-        )
-    weight_format(fmt).check(weight)
-    finite("scales", weight.tensors["scales"])
 
 
 def blocks(weight: PackedMatrix) -> Blocks:

@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import KernelError
 from shoal.core.parts import part
-from shoal.kernel.base import BaseKernel
 from shoal.kernel.calls import LowbitLinearCall
-from shoal.kernel.formats import weight_format
 from shoal.kernel.formats.integer import Int
 from shoal.kernel.formats.normal import Nf
+from shoal.kernel.lowbit.base import LowbitKernel, checked, require_rows
 from shoal.kernel.native.tiles import has_tiles
 from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["W4A8", "W4A16", "Integer", "library", "refuses_format", "segment_of"]
+    from shoal.kernel.formats.base import BaseFormat
 
 _SEGMENTS = (256, 128, 64, 32)
 
@@ -55,30 +54,22 @@ def segment_of(k: int, group: int) -> int:
     return next(s for s in _SEGMENTS if group % s == 0)
 
 
-def refuses_format(call: LowbitLinearCall, *, normal: bool = False) -> str | None:
-    """Why the call's weights cannot be cut in segments of 4-bit codes, or None.
+class _Int4(LowbitKernel):
+    normal: ClassVar[bool] = False
 
-    Args:
-        call: what is asked for.
-        normal: ``nf4`` is read as well.
-    """
-    try:
-        stored = weight_format(call.format)
+    def _refuses_format(self, call: LowbitLinearCall, stored: BaseFormat, group: int) -> str | None:
         if isinstance(stored, Nf):
-            if not normal:
+            if not self.normal:
                 return "computes with integers, which the codes of nf4 do not mean"
             if call.dtype != "bf16":
                 return f"has the numbers of nf4 in bf16, which {call.dtype} is more exact than"
         elif not isinstance(stored, Int) or stored.width != 4:
             return "reads int4 with groups, channels or 2:4 only"
-        segment_of(call.k, stored.group_of(call.k))
-    except KernelError as cause:
-        return f"cannot read them: {cause}"
-    return None
+        segment_of(call.k, group)
+        return None
 
 
-class _Marlin(BaseKernel):
-    op: ClassVar[str] = "linear_lowbit"
+class _Marlin(_Int4):
     invariant: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset(
         {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
@@ -89,20 +80,17 @@ class _Marlin(BaseKernel):
     compute_share: ClassVar[float] = 0.3
     symbol: ClassVar[str]
 
-    def _refuses(self, call: LowbitLinearCall) -> str | None:
-        return refuses_format(call)
-
     def _prepare(
         self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
     ) -> Ready:
         import torch
 
-        from shoal.kernel.lowbit.marlin import blocks, checked
+        from shoal.kernel.lowbit.marlin import blocks
         from shoal.kernel.native import function
         from shoal.kernel.tensors import constant
 
         n, k = call.n, call.k
-        checked(weight, call.format, n, k)
+        checked(call, weight)
         made = blocks(weight)
         bias = None if bias_N is None else constant("bias", bias_N.float(), (n,), torch.float32)
         run = function(library(), f"{self.symbol}_{call.dtype}", "pppl")
@@ -111,11 +99,7 @@ class _Marlin(BaseKernel):
         dtype = torch.bfloat16 if call.dtype == "bf16" else torch.float32
 
         def product(x: Tensor) -> Tensor:
-            if x.dtype != dtype or x.shape[-1] != k or not x.is_cpu:
-                raise KernelError(
-                    f"kernel.linear_lowbit: rows are {x.dtype} {list(x.shape)} on {x.device}: "
-                    f"expected {dtype} [..., {k}] on cpu"
-                )
+            require_rows(call, x, dtype)
             x = x.contiguous()
             out = x.new_empty(*x.shape[:-1], n)
             run(address, x.data_ptr(), out.data_ptr(), x.numel() // k)
@@ -137,12 +121,10 @@ class W4A16(_Marlin):
 
     backend: ClassVar[str] = "cpp_w4a16"
     symbol: ClassVar[str] = "w4a16"
-
-    def _refuses(self, call: LowbitLinearCall) -> str | None:
-        return refuses_format(call, normal=True)
+    normal: ClassVar[bool] = True
 
 
-class _Rounding(BaseKernel):
+class _Rounding(_Int4):
     """Of calls that ask for rows rounded to int8."""
 
     activations: ClassVar[tuple[str, ...]] = ("int",)
@@ -150,7 +132,7 @@ class _Rounding(BaseKernel):
     def _refuses(self, call: LowbitLinearCall) -> str | None:
         if call.activations != "int8":
             return "rounds its input to int8, which the call does not ask for"
-        return refuses_format(call)
+        return super()._refuses(call)
 
 
 @part
@@ -171,7 +153,6 @@ class W4A8(_Rounding, _Marlin):
 class Integer(_Rounding):
     """The meaning of ``activations="int8"`` in plain torch; slow on purpose."""
 
-    op: ClassVar[str] = "linear_lowbit"
     backend: ClassVar[str] = "integer"
     memory_share: ClassVar[float] = 0.02
     compute_share: ClassVar[float] = 0.02
@@ -179,9 +160,9 @@ class Integer(_Rounding):
     def _prepare(
         self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
     ) -> Ready:
-        from shoal.kernel.lowbit.marlin import checked, product_w4a8
+        from shoal.kernel.lowbit.marlin import product_w4a8
 
-        checked(weight, call.format, call.n, call.k)
+        checked(call, weight)
 
         def product(x: Tensor) -> Tensor:
             out = product_w4a8(x.reshape(-1, call.k), weight, bias_N)

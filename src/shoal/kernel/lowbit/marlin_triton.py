@@ -12,20 +12,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from shoal.core.errors import KernelError
 from shoal.core.parts import part
 from shoal.kernel.base import TritonKernel
 from shoal.kernel.calls import LowbitLinearCall
-from shoal.kernel.formats import weight_format
-from shoal.kernel.formats.integer import Int
+from shoal.kernel.lowbit.base import LowbitKernel, checked, refuses_groups
 from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MarlinTriton", "split_of"]
-
-_GROUPS = (32, 64, 128, 256)
+    from shoal.kernel.formats.base import BaseFormat
 
 
 def split_of(m: int, n: int, groups: int, programs: int) -> int:
@@ -35,7 +31,7 @@ def split_of(m: int, n: int, groups: int, programs: int) -> int:
 
 
 @part
-class MarlinTriton(TritonKernel):
+class MarlinTriton(TritonKernel, LowbitKernel):
     """``tl.dot`` on unpacked codes, a group of K at a time.
 
     Args:
@@ -43,35 +39,23 @@ class MarlinTriton(TritonKernel):
         programs: how many should run at once; two for each multiprocessor of a large GPU.
     """
 
-    op: ClassVar[str] = "linear_lowbit"
     compute_share: ClassVar[float] = 0.4
 
     block_n: int = 64
     programs: int = 256
 
-    def _refuses(self, call: LowbitLinearCall) -> str | None:
-        try:
-            stored = weight_format(call.format)
-            if not isinstance(stored, Int) or stored.width != 4 or stored.keeps_half:
-                return "reads int4 with groups only"
-            group = stored.group_of(call.k)
-        except KernelError as cause:
-            return f"cannot read them: {cause}"
-        if group not in _GROUPS:
-            return f"reads groups of {', '.join(map(str, _GROUPS))}, not {group}"
-        return None
+    def _refuses_format(self, call: LowbitLinearCall, stored: BaseFormat, group: int) -> str | None:
+        return refuses_groups(stored, group)
 
     def _prepare(
         self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
     ) -> Ready:
         import torch
 
-        from shoal.kernel.lowbit.marlin import checked
         from shoal.kernel.lowbit.marlin_triton_kernel import w4a16
 
-        checked(weight, call.format, call.n, call.k)
         n, k = call.n, call.k
-        group = weight_format(weight.format).group_of(k)
+        group = checked(call, weight).group_of(k)
         groups = k // group
         codes, scales = (weight.tensors[name].contiguous() for name in ("codes", "scales"))
         bias = None if bias_N is None else bias_N.detach().float()

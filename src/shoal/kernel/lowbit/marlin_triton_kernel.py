@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["w4a16"]
-
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def w4a16(

@@ -4,55 +4,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from shoal.core.errors import KernelError
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine
 from shoal.kernel.base import BaseKernel
 from shoal.kernel.calls import LinearCall, LowbitLinearCall
-from shoal.kernel.formats import weight_format
-from shoal.kernel.formats.integer import Int
+from shoal.kernel.lowbit.base import LowbitKernel, checked, refuses_groups
 from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Dequantised", "LibraryLowbitLinear"]
-
-_GROUPS = (32, 64, 128, 256)
+    from shoal.kernel.formats.base import BaseFormat
 
 
 @part
-class LibraryLowbitLinear(BaseKernel):
+class LibraryLowbitLinear(LowbitKernel):
     """``torch.ops.aten._weight_int4pack_mm_for_cpu``; for bf16 rows it rounds scales to bf16."""
 
-    op: ClassVar[str] = "linear_lowbit"
     backend: ClassVar[str] = "torch"
     memory_share: ClassVar[float] = 0.3
     compute_share: ClassVar[float] = 0.15
 
-    def _refuses(self, call: LowbitLinearCall) -> str | None:
-        try:
-            stored = weight_format(call.format)
-            if not isinstance(stored, Int) or stored.width != 4 or stored.keeps_half:
-                return "reads int4 with groups only"
-            group = stored.group_of(call.k)
-        except KernelError as cause:
-            return f"cannot read them: {cause}"
-        if group not in _GROUPS:
-            return f"reads groups of {', '.join(map(str, _GROUPS))}, not {group}"
-        if call.n % 16:
-            return f"wants outputs in multiples of 16, nearest {-(-call.n // 16) * 16}"
-        return None
+    def _refuses_format(self, call: LowbitLinearCall, stored: BaseFormat, group: int) -> str | None:
+        reason = refuses_groups(stored, group)
+        if reason is None and call.n % 16:
+            reason = f"wants outputs in multiples of 16, nearest {-(-call.n // 16) * 16}"
+        return reason
 
     def _prepare(
         self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
     ) -> Ready:
         import torch
 
-        from shoal.kernel.lowbit.marlin import checked
-
-        checked(weight, call.format, call.n, call.k)
-        stored = weight_format(weight.format)
+        stored = checked(call, weight)
         dtype = torch.bfloat16 if call.dtype == "bf16" else torch.float32
         group = stored.group_of(call.k)
         codes = stored.unpack(weight).to(torch.int32)
@@ -74,22 +58,14 @@ class LibraryLowbitLinear(BaseKernel):
 
 
 @part
-class Dequantised(BaseKernel):
+class Dequantised(LowbitKernel):
     """Weights made bf16 (fp32 for fp32 rows) once, then PyTorch's product: for many rows.
 
     Any format; the layer then takes as much memory as it did before.
     """
 
-    op: ClassVar[str] = "linear_lowbit"
     backend: ClassVar[str] = "dequantised"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-
-    def _refuses(self, call: LowbitLinearCall) -> str | None:
-        try:
-            weight_format(call.format).group_of(call.k)
-        except KernelError as cause:
-            return f"cannot read them: {cause}"
-        return None
 
     def estimate(self, call: LowbitLinearCall, machine: Machine) -> Estimate:
         """What ``linear.torch`` costs."""
@@ -100,11 +76,8 @@ class Dequantised(BaseKernel):
     ) -> Ready:
         import torch
 
-        from shoal.kernel.lowbit.marlin import checked
-
-        checked(weight, call.format, call.n, call.k)
         dtype = torch.bfloat16 if call.dtype == "bf16" else torch.float32
-        matrix = weight_format(weight.format).dequantize(weight).to(dtype)
+        matrix = checked(call, weight).dequantize(weight).to(dtype)
         bias = None if bias_N is None else bias_N.detach().to(dtype)
         return self._dense().prepare(self._call(call), matrix, bias)
 

@@ -5,24 +5,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, ClassVar
 
-from shoal.core.errors import KernelError
 from shoal.core.parts import part
-from shoal.kernel.base import BaseKernel
 from shoal.kernel.calls import LowbitLinearCall
-from shoal.kernel.formats import weight_format
+from shoal.kernel.lowbit.base import LowbitKernel, checked
 from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ReferenceLowbitLinear"]
-
 
 @part
-class ReferenceLowbitLinear(BaseKernel):
+class ReferenceLowbitLinear(LowbitKernel):
     """Weights made fp32 once, product in fp32 (fp64 for fp64), rounded at the end; any format."""
 
-    op: ClassVar[str] = "linear_lowbit"
     backend: ClassVar[str] = "reference"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
@@ -35,11 +30,7 @@ class ReferenceLowbitLinear(BaseKernel):
     def _refuses(self, call: LowbitLinearCall) -> str | None:
         if call.activations and re.fullmatch(r"bipolar[1-8]", call.activations) is None:
             return "rounds its input to bipolar1 to bipolar8 only"
-        try:
-            weight_format(call.format).group_of(call.k)
-        except KernelError as cause:
-            return f"cannot read them: {cause}"
-        return None
+        return super()._refuses(call)
 
     def _prepare(
         self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
@@ -48,15 +39,9 @@ class ReferenceLowbitLinear(BaseKernel):
 
         from shoal.kernel.planes.activations import bits_of, rounded
 
-        if weight.format != call.format or weight.shape != (call.n, call.k):
-            raise KernelError(
-                f"kernel.linear_lowbit: given {weight.format} {list(weight.shape)}: expected "
-                f"{call.format} {[call.n, call.k]}"
-            )
         wide = torch.float64 if call.dtype == "fp64" else torch.float32
-        matrix = weight_format(weight.format).dequantize(weight).to(wide)
+        matrix = checked(call, weight).dequantize(weight).to(wide)
         bias = None if bias_N is None else bias_N.detach().to(wide)
-
         bits = bits_of(call.activations) if call.activations else 0
 
         def run(x_MK: Tensor) -> Tensor:

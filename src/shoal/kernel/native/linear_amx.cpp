@@ -1,33 +1,18 @@
 // y[M, N] = x[M, K] @ w[N, K].T + bias[N] in bf16 by matrix tiles (AMX), the weights packed.
 //
-// A panel is 32 outputs over all of K; a step of it is 32 inputs, two tiles of weights that lie
-// side by side, so that the weights pass by as one stream. A turn is one panel and up to 32 rows:
-// four tiles of sums, two of rows, two of weights. While a turn multiplies, the sums of the turn
-// before are rounded and written, a row a step: written at once, they would be waited for.
+// A turn is one panel and up to 32 rows: four tiles of sums, two of rows, two of weights. While a
+// turn multiplies, the sums of the turn before are rounded and written, a row a step: written at
+// once, they would be waited for.
 // Every output is one sum over K in one order: a row has the same bits in any company.
-// Where half of the outputs are gates, a panel is 16 of these and the 16 that they gate.
-#include "activations.h"
+#include "panels.h"
 #include "tiles.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 
 namespace {
 
-constexpr int64_t STEP = 1024;          // weights of a step
 constexpr int64_t AHEAD = 2048;         // bytes
 constexpr int64_t RESIDENT = 512 << 10;  // bytes of panels that all rows pass, in the second cache
-
-struct Shape {
-  int64_t m, n, k, gated;
-  int64_t outputs() const { return gated ? n / 2 : n; }
-  int64_t width() const { return gated ? 16 : 32; }  // outputs of a panel
-};
-
-// As bf16 holds it.
-inline __m512 rounded(__m512 x) {
-  return _mm512_castsi512_ps(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
-}
 
 void configure(int64_t first, int64_t second) {
   TileConfig config;
@@ -100,22 +85,8 @@ class Turns {
 
   void write(int64_t r) const {
     const float* from = last.sums + (r >> 4) * 512 + (r & 15) * 16;
-    const int64_t left = shape.outputs() - last.column;
-    const float* more = shape.gated ? bias + shape.n / 2 : bias + 16;
-    __m512 low = _mm512_load_ps(from), high = _mm512_load_ps(from + 256);
-    if (bias) {
-      const __mmask16 second = shape.gated ? low16(left) : left > 16 ? low16(left - 16) : 0;
-      low = _mm512_add_ps(low, _mm512_maskz_loadu_ps(low16(left), bias + last.column));
-      high = _mm512_add_ps(high, _mm512_maskz_loadu_ps(second, more + last.column));
-    }
-    uint16_t* to = last.out + r * shape.outputs();
-    if (shape.gated) {
-      const __m512 y = _mm512_mul_ps(silu(rounded(low)), rounded(high));
-      _mm256_mask_storeu_epi16(to, low16(left), (__m256i)_mm512_cvtneps_pbh(y));
-    } else {
-      const __m512i pair = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-      _mm512_mask_storeu_epi16(to, low32(left), pair);
-    }
+    write_row(shape, bias, _mm512_load_ps(from), _mm512_load_ps(from + 256),
+            last.out + r * shape.outputs(), last.column);
   }
 
   const Shape shape;
@@ -127,35 +98,11 @@ class Turns {
 
 }  // namespace
 
-// w[N, K] to panels; `out` has room for all of them with K rounded up to 32, and what is beyond N
-// and K is zero.
-extern "C" void linear_amx_pack(const uint16_t* w, uint16_t* out, int64_t n, int64_t k,
-                                int64_t gated) {
-  const Shape shape = {0, n, k, gated};
-  const int64_t width = shape.width(), outputs = shape.outputs();
-  const int64_t panels = (outputs + width - 1) / width, steps = (k + 31) / 32;
-#pragma omp parallel for
-  for (int64_t p = 0; p < panels; p++) {
-    for (int64_t s = 0; s < steps; s++) {
-      uint32_t* tile = (uint32_t*)(out + (p * steps + s) * STEP);
-      for (int64_t c = 0; c < 32; c++) {
-        const int64_t output = p * width + c % width, left = k - s * 32;
-        const int64_t row = output < outputs ? output + c / width * outputs : n;
-        alignas(64) uint32_t pairs[16];
-        const __m512i some =
-            row < n ? _mm512_maskz_loadu_epi16(low32(left), w + row * k + s * 32) : __m512i{};
-        _mm512_store_si512(pairs, some);
-        for (int64_t r = 0; r < 16; r++) tile[(c >> 4) * 256 + r * 16 + (c & 15)] = pairs[r];
-      }
-    }
-  }
-}
-
 // K is a multiple of 32 here: who calls has filled the rows of x up with zeros.
 extern "C" void linear_amx(const uint16_t* x, const uint16_t* w, const float* bias, uint16_t* y,
                            int64_t m, int64_t n, int64_t k, int64_t gated) {
   const Shape shape = {m, n, k, gated};
-  const int64_t panels = (shape.outputs() + shape.width() - 1) / shape.width(), rest = m % 32, whole = m - rest;
+  const int64_t panels = shape.panels(), rest = m % 32, whole = m - rest;
   const int64_t fitting = RESIDENT / (k * 64), some = fitting < 4 ? 4 : fitting;
 #pragma omp parallel
   {

@@ -8,8 +8,6 @@ import platform
 
 from shoal.core.native import cpu_flags
 
-__all__ = ["TILES", "has_tiles", "tiles_granted"]
-
 # Flags of a CPU with tiles for both types of numbers.
 TILES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 

@@ -11,8 +11,6 @@ from shoal.core.errors import KernelError
 from shoal.kernel.calls import PagedAttentionCall
 from shoal.kernel.kv import kv_format
 
-__all__ = ["Cached", "beyond", "checked", "places", "stored"]
-
 Cached = Tensor | Sequence[Tensor]
 """Keys or values as the cache keeps them: [slots, K, d], or the tensors of their format."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from shoal.kernel.paged.common import Cached
 
-__all__ = ["CppPagedAttention"]
-
 _KIND = 1 << 40
 
 

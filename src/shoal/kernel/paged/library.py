@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from shoal.kernel.paged.common import Cached
 
-__all__ = ["LibraryPagedAttention"]
-
 
 @part
 class LibraryPagedAttention(BaseKernel):

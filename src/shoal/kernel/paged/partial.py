@@ -19,8 +19,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["attend_part", "merge"]
-
 
 def attend_part(
     q_NHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, hidden_NS: Tensor | None = None

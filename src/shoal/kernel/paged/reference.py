@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from shoal.kernel.paged.common import Cached
 
-__all__ = ["ReferencePagedAttention"]
-
 
 @part
 class ReferencePagedAttention(BaseKernel):

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from shoal.kernel.paged.common import Cached
 
-__all__ = ["TritonPagedAttention"]
-
 
 @part
 class TritonPagedAttention(TritonKernel):

@@ -27,8 +27,6 @@ from shoal.kernel.paged.cpp import CppPagedAttention
 from shoal.kernel.paged.partial import merge
 from shoal.kernel.tensors import name_of
 
-__all__ = ["Attend", "merged", "turned", "view_attention"]
-
 # queries [N, H, d], keys, values [S, K, d], slots [blocks, longest], pairs [4, P], parts [N, M]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

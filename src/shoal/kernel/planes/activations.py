@@ -16,8 +16,6 @@ from torch import Tensor
 from shoal.core.errors import KernelError
 from shoal.kernel.formats.bipolar import meant
 
-__all__ = ["bits_of", "quantize", "rounded"]
-
 # Half the step between two levels, in standard deviations.
 _NORMAL = {1: 0.7978846, 2: 0.498}
 

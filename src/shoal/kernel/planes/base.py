@@ -18,8 +18,6 @@ from shoal.kernel.protocols import Ready
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NativePlanes", "PlanesKernel", "checked"]
-
 
 class PlanesKernel(BaseKernel):
     """Base of all of them."""

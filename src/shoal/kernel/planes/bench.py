@@ -14,8 +14,6 @@ from shoal.ir import Machine
 from shoal.kernel.planes.engines import ENGINES, PlanesEngine, chosen
 from shoal.kernel.planes.native import PlanesWeights, quantized, result, weights
 
-__all__ = ["TimedEngine", "held", "layer", "table", "turning"]
-
 # An engine that is estimated so many times slower than the best is not run.
 _HOPELESS = 20.0
 

@@ -15,8 +15,6 @@ from shoal.ir import Machine
 from shoal.ir.machine import Measurement
 from shoal.kernel.native.tiles import tiles_granted
 
-__all__ = ["ENGINES", "PlanesEngine", "bound", "chosen"]
-
 _BASE = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
 # Operations per cycle, Hz and B/s of a server core of 2023, for machines that were not probed.
 _UNITS = {"popcount": 512.0, "dot_int8": 256.0, "tile_int8": 2048.0}

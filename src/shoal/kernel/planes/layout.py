@@ -18,8 +18,6 @@ from torch import Tensor
 from shoal.core.errors import KernelError, require
 from shoal.kernel.formats.bipolar import codes_of, meant
 
-__all__ = ["WORD", "bipolar_of", "join", "pack", "split", "unpack", "words"]
-
 WORD = 64
 
 

@@ -21,8 +21,6 @@ from shoal.kernel.pages import room
 from shoal.kernel.planes.engines import ENGINES, PlanesEngine, bound
 from shoal.kernel.planes.layout import words
 
-__all__ = ["PlanesWeights", "coded", "product", "quantized", "result", "weights"]
-
 _KINDS = {torch.int32: 0, torch.int64: 1, torch.float32: 2, torch.bfloat16: 3}
 
 
@@ -206,14 +204,7 @@ def result(held: PlanesWeights, rows: int) -> Tensor:
 
 
 def product(engine: PlanesEngine, held: PlanesWeights, planes_MaW: Tensor, out_MN: Tensor) -> None:
-    """The product with input given as planes; exact integers.
-
-    Args:
-        engine: one that takes these weights.
-        held: the weights.
-        planes_MaW: contiguous planes of the input.
-        out_MN: where the result goes.
-    """
+    """The product with input given as planes; exact integers."""
     rows, at, sums_at = planes_MaW.shape[0], planes_MaW.data_ptr(), 0
     if engine.block:
         step = words(held.k) * 64
@@ -228,14 +219,7 @@ def product(engine: PlanesEngine, held: PlanesWeights, planes_MaW: Tensor, out_M
 
 
 def quantized(engine: PlanesEngine, held: PlanesWeights, x_MK: Tensor, out_MN: Tensor) -> None:
-    """The product with fp32 or bf16 rows, rounded to bipolar integers on the way.
-
-    Args:
-        engine: one that takes these weights.
-        held: the weights.
-        x_MK: contiguous.
-        out_MN: where the result goes.
-    """
+    """The product with fp32 or bf16 rows, rounded to bipolar integers on the way."""
     rows, count = x_MK.shape[0], words(held.k)
     scale = torch.empty(rows, dtype=torch.float32)
     sums = torch.empty(rows, held.groups, dtype=torch.int32) if held.rest else None

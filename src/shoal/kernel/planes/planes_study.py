@@ -13,8 +13,6 @@ from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.ir import Explanation, Machine, Progress
 
-__all__ = ["PlanesStudy"]
-
 _WIDTHS = frozenset("12345678")
 
 
@@ -23,8 +21,8 @@ class PlanesStudy:
     """Time products of bipolar integers by every engine of this CPU, beside bf16.
 
     Engines count bits (popcnt), expand weights in registers (gemv), or multiply int8 by
-    vectors (vnni) or by matrix tiles (amx). The one that dispatch would take is marked. The
-    machine is whose estimates stand beside it.
+    vectors (vnni) or by matrix tiles (amx). The one that dispatch selects is marked, with the
+    estimates of `--machine`.
 
     **Examples**
 
@@ -49,7 +47,6 @@ class PlanesStudy:
     anyway: bool = False
 
     def explain(self, machine: Machine, progress: Progress) -> Explanation:
-        """Each engine, measured and as it was expected."""
         pieces = []
         for text in self.widths.split(","):
             w, _, a = text.strip().partition("x")
@@ -64,7 +61,7 @@ class PlanesStudy:
         from shoal.kernel.planes import bench
 
         if not self.anyway:
-            check_quiet(wait_s=60.0)
+            check_quiet(wait_s=60.0, hint="measure all the same with --set anyway=true")
         table = bench.table(
             machine,
             size=self.size,

@@ -12,8 +12,6 @@ from shoal.kernel.protocols import Ready
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ReferencePlanes"]
-
 
 @part
 class ReferencePlanes(PlanesKernel):

@@ -17,8 +17,6 @@ from shoal.kernel.protocols import Ready
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TritonPlanes"]
-
 # Rows, outputs and inputs of a program's tiles.
 _TILE = (32, 64, 128)
 _SMALL = (16, 16, 64)

@@ -11,8 +11,6 @@ from typing import ClassVar
 from shoal.core.parts import part
 from shoal.kernel.rnn.base import RecurrenceKernel
 
-__all__ = ["AlternatingRecurrence"]
-
 
 @part
 class AlternatingRecurrence(RecurrenceKernel):

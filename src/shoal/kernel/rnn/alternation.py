@@ -10,8 +10,6 @@ from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.native_calls import NativeSteps, buffers, matrix_gradient, ready
 from shoal.kernel.rnn.shapes import wide
 
-__all__ = ["backward", "forward"]
-
 
 def forward(
     call: Recurrence,

@@ -16,8 +16,6 @@ from shoal.kernel.rnn.functions import function
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RecurrenceGradients", "RecurrenceKernel", "RecurrenceTrace"]
-
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceTrace:

@@ -8,8 +8,6 @@ from typing import ClassVar
 from shoal.kernel.calls import BYTES, Device, Dtype
 from shoal.kernel.rnn.functions import function
 
-__all__ = ["Recurrence"]
-
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
@@ -26,7 +24,6 @@ class Recurrence:
         heads: recurrent matrices.
         units: of a head.
         dtype: of everything; bf16 is computed in fp32 and rounded at the end.
-        device: where.
         backward: whether the gradients are wanted too.
     """
 

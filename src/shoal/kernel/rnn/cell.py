@@ -18,8 +18,6 @@ from torch import Tensor
 from shoal.core.native import cpu_flags
 from shoal.kernel.native import function
 
-__all__ = ["Cell", "copied", "lstm_cell", "native", "side_by_side"]
-
 Cell = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """``cell(into [B, 4 D], onto [B, 4 D], before [B, D], after [B, D], h [B, D], out [B, D])``: what
 comes from the input, from the output before, and the cell before; the last three are written.

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from shoal.core.errors import KernelError, nearest
+from shoal.core.errors import KernelError, suggestion
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["FUNCTIONS", "Function", "function"]
 
 
 class Function(Protocol):
@@ -43,7 +41,6 @@ class Function(Protocol):
 
     def step(self, wx_BGND: Tensor, rh_BGND: Tensor, bias_GND: Tensor, s_SBND: Tensor) -> Tensor:
         """The states after one more step [S, B, N, D]."""
-        ...
 
 
 class Lstm:
@@ -57,7 +54,6 @@ class Lstm:
     kept = 4
 
     def step(self, wx_BGND: Tensor, rh_BGND: Tensor, bias_GND: Tensor, s_SBND: Tensor) -> Tensor:
-        """See :class:`Function`."""
         import torch
 
         i, f, z, o = (wx_BGND + rh_BGND + bias_GND).unbind(1)
@@ -76,7 +72,6 @@ class Gru:
     kept = 4
 
     def step(self, wx_BGND: Tensor, rh_BGND: Tensor, bias_GND: Tensor, s_SBND: Tensor) -> Tensor:
-        """See :class:`Function`."""
         g = rh_BGND[:, 0] + bias_GND[0]
         r, z = (wx_BGND[:, :2] + rh_BGND[:, 1:] + bias_GND[1:3]).sigmoid().unbind(1)
         n = (wx_BGND[:, 2] + bias_GND[3] + r * g).tanh()
@@ -94,7 +89,6 @@ class Elman:
     kept = 0
 
     def step(self, wx_BGND: Tensor, rh_BGND: Tensor, bias_GND: Tensor, s_SBND: Tensor) -> Tensor:
-        """See :class:`Function`."""
         return (wx_BGND[:, 0] + rh_BGND[:, 0] + bias_GND[0]).tanh()[None]
 
 
@@ -114,7 +108,6 @@ class Slstm:
     kept = 4
 
     def step(self, wx_BGND: Tensor, rh_BGND: Tensor, bias_GND: Tensor, s_SBND: Tensor) -> Tensor:
-        """See :class:`Function`."""
         import torch
         import torch.nn.functional as F
 
@@ -138,9 +131,8 @@ def function(name: str) -> Function:
         KernelError: there is none.
     """
     if name not in FUNCTIONS:
-        hint = nearest(name, FUNCTIONS)
         raise KernelError(
             f"rnn.function = {name!r}: expected one of {', '.join(FUNCTIONS)}"
-            + (f"; {hint}" if hint else "")
+            + suggestion(name, FUNCTIONS)
         )
     return FUNCTIONS[name]

@@ -19,8 +19,6 @@ from shoal.plan.constrint.tiles import RecurrenceShape, Tiling, facts_of, here, 
 if TYPE_CHECKING:
     from shoal.plan.constrint.tiles import Facts
 
-__all__ = ["FusedRecurrence", "tiles_of"]
-
 
 @part
 class FusedRecurrence(RecurrenceKernel):

@@ -10,8 +10,6 @@ from torch import Tensor
 from shoal.kernel.rnn.functions import function
 from shoal.kernel.rnn.shapes import wide
 
-__all__ = ["loop"]
-
 
 class _Clip(torch.autograd.Function):
     """The identity, whose gradient is cut to a bound."""

@@ -21,15 +21,6 @@ from shoal.kernel.rnn.fused import tiles_of
 from shoal.kernel.rnn.shapes import wide
 from shoal.plan.constrint.tiles import Tiling
 
-__all__ = [
-    "NativeSteps",
-    "backward",
-    "buffers",
-    "forward",
-    "matrix_gradient",
-    "ready",
-]
-
 
 @functools.cache
 def _native(what: str, kind: str, dtype: torch.dtype, arguments: str) -> Callable[..., Any]:
@@ -217,7 +208,6 @@ class NativeSteps:
     """The pointwise halves in C++, a step at a time.
 
     Args:
-        call: the shapes.
         wx: [B, T, inputs, N, D], in the type computed in and contiguous.
         bias: [gates, N, D], likewise.
         states: before the first step [S, B, 1, N, D], likewise.

@@ -11,8 +11,6 @@ from shoal.kernel.rnn.call import Recurrence
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ReferenceRecurrence"]
-
 
 @part
 class ReferenceRecurrence(RecurrenceKernel):
@@ -37,7 +35,6 @@ class ReferenceRecurrence(RecurrenceKernel):
         keep: bool = False,
         out: Tensor | None = None,
     ) -> RecurrenceTrace:
-        """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
         from shoal.kernel.rnn.loop import loop
 
         result = loop(call.function, wx, R, bias, states)

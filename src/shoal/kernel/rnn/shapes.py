@@ -13,8 +13,6 @@ from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.functions import function
 from shoal.kernel.tensors import name_of
 
-__all__ = ["bias_of", "call_of", "check", "states_of", "wide"]
-
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type that is computed in."""

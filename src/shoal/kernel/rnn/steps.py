@@ -18,8 +18,6 @@ from torch.autograd.function import once_differentiable
 from shoal.kernel.native import function
 from shoal.kernel.tensors import name_of
 
-__all__ = ["lstm_steps"]
-
 Multiplier = Callable[[Tensor], Callable[[Tensor], Tensor]]
 """A matrix [N, K] -> the product of rows [B, K] with it, as a linear layer has it."""
 

@@ -12,8 +12,6 @@ from shoal.core.parts import part
 from shoal.kernel.base import TritonKernel
 from shoal.kernel.rnn.base import RecurrenceKernel
 
-__all__ = ["TritonRecurrence"]
-
 # Units of a head in fp32 and in types of 16 bits: four matrices must stay on chip.
 _MOST = {"fp32": 64, "bf16": 128}
 

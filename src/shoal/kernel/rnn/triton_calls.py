@@ -11,8 +11,6 @@ from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.functions import function
 from shoal.kernel.rnn.native_calls import buffers, matrix_gradient, ready
 
-__all__ = ["backward", "forward"]
-
 _NUMBER = {"lstm": 0, "gru": 1, "elman": 2, "slstm": 3}
 # The least that a product of tiles takes.
 _ROWS = 16

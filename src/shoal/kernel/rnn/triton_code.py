@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["backward", "forward"]
-
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _tanh(x: tl.tensor) -> tl.tensor:

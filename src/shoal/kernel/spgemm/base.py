@@ -8,8 +8,6 @@ from shoal.ir import Estimate, Interval, Machine
 from shoal.kernel.base import BaseKernel, roof_s
 from shoal.kernel.spgemm.call import Semiring, SpGemm
 
-__all__ = ["SparseKernel"]
-
 _SPREAD = 0.6
 
 

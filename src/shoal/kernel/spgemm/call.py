@@ -7,8 +7,6 @@ from typing import ClassVar, Literal, get_args
 
 from shoal.kernel.calls import Device
 
-__all__ = ["SEMIRINGS", "VALUE_BYTES", "Semiring", "SpGemm", "SparseDtype"]
-
 Semiring = Literal["plus_times", "min_plus", "or_and"]
 SparseDtype = Literal["fp64", "fp32", "bf16", "fp16", "int64", "bool"]
 
@@ -42,8 +40,6 @@ class SpGemm:
         sort: the columns of a row of C must be in order.
         masked: only entries that a mask has are wanted.
         keep: every entry of the mask is written, also where nothing meets.
-        dtype: of the values.
-        device: where.
     """
 
     op: ClassVar[str] = "spgemm"

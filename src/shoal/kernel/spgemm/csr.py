@@ -12,9 +12,8 @@ from torch import Tensor
 
 from shoal.core.errors import KernelError, require
 from shoal.core.native import compiler
+from shoal.kernel.native import function
 from shoal.kernel.spgemm.call import SparseDtype
-
-__all__ = ["Counters", "Csr", "dtype_name", "from_any", "multiplies", "to_like", "transposed"]
 
 _MAX_COLUMNS = 2**31 - 1
 _NAMES: dict[torch.dtype, SparseDtype] = {
@@ -190,8 +189,6 @@ def multiplies(A: Csr, B: Csr) -> tuple[Tensor, int]:
         total = torch.cat([per_entry.new_zeros(1), per_entry.cumsum(0)])
         each = total[A.ptr].diff()
         return each, int(total[-1])
-    from shoal.kernel.native import function
-
     each = torch.empty(A.shape[0], dtype=torch.int64)
     count = function("spgemm_check", "csr_multiplies", "lpppp", "l")
     total_ = count(
@@ -239,8 +236,6 @@ def _narrow(name: str, columns: Tensor, shape: Any) -> Tensor:
     if columns.dtype == torch.int32:
         return columns.contiguous()
     if columns.dtype == torch.int64 and compiler() is not None:
-        from shoal.kernel.native import function
-
         wide, narrow = columns.contiguous(), torch.empty(columns.shape, dtype=torch.int32)
         into = function("spgemm_check", "csr_narrow", "lpp", "l")
         if not into(wide.numel(), wide.data_ptr(), narrow.data_ptr()):
@@ -272,8 +267,6 @@ def _first_bad(matrix: Csr) -> tuple[int, int]:
     if matrix.ptr.numel() != rows + 1 or matrix.val.numel() != matrix.nnz:
         return rows, 1
     if compiler() is not None:
-        from shoal.kernel.native import function
-
         what = torch.zeros(1, dtype=torch.int64)
         check = function("spgemm_check", "csr_check", "lllppp", "l")
         ptr, col = matrix.ptr.data_ptr(), matrix.col.data_ptr()

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from shoal.kernel.spgemm.csr import Csr
 
-__all__ = ["Hash", "HashV1", "HashV2"]
-
 _VERSION = {"v1": 1, "v2": 2, "v3": 3}
 
 

@@ -17,8 +17,6 @@ from shoal.kernel.pages import mapped, until_gone
 from shoal.kernel.spgemm.call import VALUE_BYTES
 from shoal.kernel.spgemm.csr import Counters, Csr, dtype_name
 
-__all__ = ["Pages", "cache_budget", "counters", "job", "no_counts", "product", "threads"]
-
 _COUNTERS = 10
 # Each product is rounded before it is added: the same bits in a dense range and in a table.
 _FLAGS = (*shoal.kernel.native.FLAGS, "-ffp-contract=off")

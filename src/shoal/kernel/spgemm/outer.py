@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from shoal.kernel.spgemm.csr import Csr
 
-__all__ = ["Outer"]
-
 
 @part
 class Outer(SparseKernel):

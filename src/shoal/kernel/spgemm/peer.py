@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from shoal.kernel.spgemm.csr import Csr
 
-__all__ = ["ScipySpGemm"]
-
 
 @part
 class ScipySpGemm(SparseKernel):

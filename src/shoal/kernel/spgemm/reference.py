@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from shoal.kernel.spgemm.csr import Csr
 
-__all__ = ["ReferenceSpGemm"]
-
 
 @part
 class ReferenceSpGemm(SparseKernel):

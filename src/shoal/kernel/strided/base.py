@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["PackKernel", "StridedKernel", "UnpackKernel", "byte_tensor", "offsets_of"]
-
 
 class StridedKernel(BaseKernel):
     """Base of the kernels of ``pack`` and ``unpack``.

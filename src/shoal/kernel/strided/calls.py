@@ -7,8 +7,6 @@ from typing import ClassVar, Literal
 
 from shoal.kernel.strided.canonical import Layout
 
-__all__ = ["Pack", "Unpack"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pack:
@@ -24,7 +22,6 @@ class Pack:
 
     @property
     def flops(self) -> float:
-        """Nothing is computed."""
         return 0.0
 
     @property
@@ -43,7 +40,6 @@ class Unpack:
 
     @property
     def flops(self) -> float:
-        """Nothing is computed."""
         return 0.0
 
     @property

@@ -32,16 +32,6 @@ import numpy as np
 from shoal.core.errors import KernelError, require
 from shoal.kernel.strided.datatype import Datatype, Dense, Node, StridedStream, Struct
 
-__all__ = [
-    "BlockList",
-    "Layout",
-    "RewriteStep",
-    "StridedBlock",
-    "canonical",
-    "rewritten",
-    "word_bytes",
-]
-
 _LINE = 64
 # Blocks that are looked at one by one.
 _BLOCKS = 2**20

@@ -15,8 +15,6 @@ from shoal.kernel.strided.canonical import Layout, StridedBlock
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CppPack", "CppUnpack"]
-
 # Packed bytes from which they go past the caches: they are not read again from there soon.
 _STREAM = 4 * 2**20
 # Bytes of lines below which a second thread costs more than it saves.

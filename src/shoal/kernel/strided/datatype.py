@@ -21,26 +21,6 @@ from shoal.core.errors import KernelError, nearest, require
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "BYTES_OF",
-    "Datatype",
-    "Dense",
-    "Node",
-    "StridedStream",
-    "Struct",
-    "contiguous",
-    "from_strides",
-    "from_tensor_view",
-    "hindexed",
-    "hvector",
-    "indexed",
-    "named",
-    "resized",
-    "struct",
-    "subarray",
-    "vector",
-]
-
 BYTES_OF = {
     "byte": 1,
     "char": 1,

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from shoal.core.errors import KernelError, nearest, require
+from shoal.core.errors import KernelError, require, suggestion
 from shoal.kernel.strided import datatype as types
 from shoal.kernel.strided.canonical import (
     Layout,
@@ -27,8 +27,6 @@ from shoal.kernel.strided.canonical import (
     word_bytes,
 )
 from shoal.kernel.strided.datatype import BYTES_OF, Datatype, from_strides, named
-
-__all__ = ["explain", "parse"]
 
 _CONSTRUCTORS: dict[str, Callable[..., Datatype]] = {
     name: getattr(types, name)
@@ -146,8 +144,7 @@ def _value(node: ast.expr) -> Any:
 
 def _called(node: ast.Call, name: str) -> Datatype:
     if name not in _CONSTRUCTORS:
-        hint = nearest(name, _CONSTRUCTORS)
-        raise _wrong(node, f"one of {', '.join(_CONSTRUCTORS)}" + (f"; {hint}" if hint else ""))
+        raise _wrong(node, f"one of {', '.join(_CONSTRUCTORS)}" + suggestion(name, _CONSTRUCTORS))
     make = _CONSTRUCTORS[name]
     signature = inspect.signature(make)
     arguments = [_value(item) for item in node.args]

@@ -12,8 +12,6 @@ from shoal.kernel.strided.canonical import Layout, StridedBlock, word_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LibraryPack", "LibraryUnpack"]
-
 
 def _view(layout: Layout, buffer: Tensor, packed: Tensor) -> Tensor:
     """The layout as a tensor of the widest words that fit both, the dense dimension last."""

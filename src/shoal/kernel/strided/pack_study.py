@@ -10,12 +10,10 @@ from shoal.core.parts import part
 from shoal.ir import Explanation, Machine, Progress
 from shoal.kernel.strided.explain import explain
 
-__all__ = ["PackStudy"]
-
 
 @part
 class PackStudy:
-    """Explain a strided type: rule by rule to its canonical form, and what packs it here.
+    """Explain a strided datatype: its canonical form, rule by rule, and the kernel that packs it.
 
     Constructors are named, contiguous, vector, hvector, subarray, resized, indexed, hindexed
     and struct, as in MPI.
@@ -40,6 +38,5 @@ class PackStudy:
     count: NonNegativeInt = 1
 
     def explain(self, machine: Machine | None, progress: Progress) -> Explanation:
-        """The type's canonical form, and how it is packed."""
         text = explain(self.datatype, count=self.count)
         return Explanation(blocks=(text,), data=text)

@@ -18,8 +18,6 @@ from shoal.kernel.strided.canonical import Layout
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ReferencePack", "ReferenceUnpack"]
-
 
 class _Reference(StridedKernel):
     backend: ClassVar[str] = "reference"

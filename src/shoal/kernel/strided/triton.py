@@ -19,8 +19,6 @@ from shoal.kernel.strided.canonical import Layout, StridedBlock, word_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TritonPack", "TritonUnpack"]
-
 _BLOCK = 1024
 
 

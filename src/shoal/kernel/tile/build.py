@@ -28,8 +28,6 @@ from shoal.kernel.tile.layout import TileLayout, reduce
 from shoal.kernel.tile.target import target_named
 from shoal.kernel.tile.types import TileType, tile_type
 
-__all__ = ["Builder", "TileKernel", "kernel"]
-
 Body = Callable[..., Any]
 OPS = ("add", "sub", "mul", "div", "min", "max", "and", "or", "xor")
 

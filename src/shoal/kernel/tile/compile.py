@@ -8,8 +8,6 @@ from shoal.core.errors import KernelError, require
 from shoal.kernel.tile.build import TileKernel
 from shoal.kernel.tile.programs import program
 
-__all__ = ["Emit", "compile_kernel"]
-
 Emit = Literal["ir", "cpp", "cuda"]
 
 

@@ -12,8 +12,6 @@ from shoal.kernel.tile import compile_kernel, ir, show
 from shoal.kernel.tile.build import TileKernel
 from shoal.kernel.tile.programs import program
 
-__all__ = ["CompileStudy"]
-
 # A product on a GPU takes no less.
 _LEAST = {"rows": 16, "step": 32, "columns": 32}
 _SUFFIX = {"cpp": "cpp", "cuda": "cu", "ir": "txt", "layout": "txt"}
@@ -49,7 +47,6 @@ class CompileStudy:
     target: str | None = None
 
     def explain(self, machine: Machine | None, progress: Progress) -> Explanation:
-        """The program's text."""
         result = program(self.program)
         options = _checked(result, self.settings)
         if self.target is not None:

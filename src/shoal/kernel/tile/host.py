@@ -21,13 +21,13 @@ from shoal.kernel.native.tiles import has_tiles
 from shoal.kernel.tile import ir
 from shoal.kernel.tile.host_base import NEEDS, PRELUDE, Unpack
 from shoal.kernel.tile.host_products import ProductWriter
-from shoal.kernel.tile.ir import Expr, Register, TileProgram, walk
+from shoal.kernel.tile.ir import TileProgram, walk
 
 __all__ = ["NEEDS", "Unpack", "build_host", "host_source"]
 
 
 class _Emit(ProductWriter):
-    """Writes the C++ of one program: control, around all the rest."""
+    """Writes the C++ of one program."""
 
     def source(self) -> str:
         program = self.program
@@ -56,74 +56,6 @@ class _Emit(ProductWriter):
         outer += ["}", ""]
         return "\n".join([*inner, *outer])
 
-    def body(self, body: list[ir.Instruction]) -> None:
-        for one in body:
-            if id(one) in self.fused:
-                continue
-            value = getattr(self, f"on_{type(one).__name__.lower()}", None)
-            if value is not None:
-                value(one)
-
-    def inside(self, body: list[ir.Instruction]) -> None:
-        indent, self.indent = self.indent, self.indent + "  "
-        self.body(body)
-        self.indent = indent
-
-    # Control.
-
-    def assign(self, target: str, value: ir.Value) -> None:
-        if isinstance(value, Expr):
-            self.put(f"{target} = {value};")
-            return
-        source = self.name(value)
-        if source != target:
-            self.each(value.held.num_local, lambda p: f"{target}[{p}] = {source}[{p}];")
-
-    def begin(self, value: ir.Value, init: ir.Value) -> None:
-        if isinstance(value, Expr):
-            self.put(f"int64_t {value} = {init};")
-        else:
-            self.assign(self.declare(value), init)
-
-    def rounds(self, one: ir.For | ir.While) -> None:
-        targets = [
-            self.name(c.argument) if isinstance(c.argument, Register) else str(c.argument)
-            for c in one.carried
-        ]
-        # Where one value goes to another's place, all are read before any is written.
-        late: list[tuple[str, str, int]] = []
-        for target, c in zip(targets, one.carried, strict=True):
-            source = c.yielded
-            if isinstance(source, Register):
-                if self.name(source) == target or self.name(source) not in targets:
-                    continue
-                name = self.declare(source, self.fresh("t"))
-                self.assign(name, source)
-                late.append((target, name, source.held.num_local))
-            elif len(targets) > 1:
-                name = self.fresh("t")
-                self.put(f"const int64_t {name} = {source};")
-                late.append((target, name, 0))
-        done = {target for target, _, _ in late}
-        for target, c in zip(targets, one.carried, strict=True):
-            if target not in done:
-                self.assign(target, c.yielded)
-        for target, name, count in late:
-            if count:
-                self.copy(target, name, count)
-            else:
-                self.put(f"{target} = {name};")
-
-    def copy(self, target: str, source: str, count: int) -> None:
-        self.each(count, lambda p: f"{target}[{p}] = {source}[{p}];")
-
-    def end(self, one: ir.For | ir.While) -> None:
-        for c in one.carried:
-            if isinstance(c.result, Register) and isinstance(c.argument, Register):
-                self.names[id(c.result)] = self.name(c.argument)
-            else:
-                self.put(f"const int64_t {c.result} = {c.argument};")
-
     def on_for(self, one: ir.For) -> None:
         for inner in walk(one.body) if self.tiles else ():
             if (
@@ -132,51 +64,7 @@ class _Emit(ProductWriter):
                 and self._may_run_ahead(inner)
             ):
                 self.run_ahead(inner)
-        for c in one.carried:
-            self.begin(c.argument, c.init)
-        i = one.variable
-        self.put(f"for (int64_t {i} = 0; {i} < {one.count}; {i}++) {{")
-        self.inside(one.body)
-        self.indent += "  "
-        self.rounds(one)
-        self.indent = self.indent[:-2]
-        self.put("}")
-        self.end(one)
-
-    def on_while(self, one: ir.While) -> None:
-        for c in one.carried:
-            self.begin(c.argument, c.init)
-        self.put(f"while ({one.condition}) {{")
-        self.inside(one.body)
-        self.indent += "  "
-        self.rounds(one)
-        self.indent = self.indent[:-2]
-        self.put("}")
-        self.end(one)
-
-    def on_if(self, one: ir.If) -> None:
-        for c in one.carried:
-            if isinstance(c.result, Register):
-                self.declare(c.result)
-            else:
-                self.put(f"int64_t {c.result};")
-        for head, body, first in (
-            (f"if ({one.condition}) {{", one.body, True),
-            ("} else {", one.otherwise, False),
-        ):
-            self.put(head)
-            self.inside(body)
-            self.indent += "  "
-            for c in one.carried:
-                target = self.name(c.result) if isinstance(c.result, Register) else str(c.result)
-                value = c.init if first else c.yielded
-                if isinstance(value, Register):
-                    source = self.joined(value)
-                    self.copy(target, source, value.held.num_local)
-                else:
-                    self.put(f"{target} = {value};")
-            self.indent = self.indent[:-2]
-        self.put("}")
+        super().on_for(one)
 
 
 def host_source(

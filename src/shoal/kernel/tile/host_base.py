@@ -1,4 +1,4 @@
-"""What writing a tile program as C++ begins with: names, text, and what takes a better form."""
+"""What writing a tile program for the host begins with: text, and what takes a better form."""
 
 from __future__ import annotations
 
@@ -13,21 +13,7 @@ from shoal.kernel.tile import ir
 from shoal.kernel.tile.ir import Expr, Register, TileProgram, reads, walk, writes
 from shoal.kernel.tile.target import HOST
 from shoal.kernel.tile.types import TileType, tile_type
-
-__all__ = [
-    "AHEAD",
-    "NEEDS",
-    "PRELUDE",
-    "UNROLLED",
-    "CodeStream",
-    "PipelinedProduct",
-    "ProductBuffers",
-    "ProgramWriter",
-    "Unpack",
-    "Weights",
-    "bf16_bits",
-    "element",
-]
+from shoal.kernel.tile.writer import CodeWriter, element
 
 Unpack = Literal["recipe", "generic"]
 
@@ -44,16 +30,6 @@ NEEDS = frozenset(
 
 AHEAD = 4096  # bytes of weights that are fetched before they are needed
 UNROLLED = 64  # statements beyond which a loop is written instead
-
-ELEMENT = {
-    "fp32": "float",
-    "bf16": "uint16_t",
-    "fp16": "uint16_t",
-    "uint16": "uint16_t",
-    "int16": "int16_t",
-    "uint32": "uint32_t",
-    "int32": "int32_t",
-}
 
 PRELUDE = r"""
 #include <cmath>
@@ -179,11 +155,6 @@ template <int N> inline void deal(const uint16_t* x, uint32_t* even, uint32_t* o
 """
 
 
-def element(dtype: TileType) -> str:
-    """The C++ type of an element; bytes for types of few bits."""
-    return ELEMENT.get(str(dtype), "uint8_t")
-
-
 def array(values: Iterable[object]) -> str:
     """Values as an initialiser in C++."""
     return "{" + ", ".join(str(value) for value in values) + "}"
@@ -232,31 +203,25 @@ def names_of(size: Expr) -> set[str]:
     return set().union(*(names_of(x) for x in size.args if isinstance(x, Expr)))
 
 
-class ProgramWriter:
+class ProgramWriter(CodeWriter):
     """State of the writing of one program, and pieces of text."""
 
+    target = "host"
+
     def __init__(self, program: TileProgram, unpack: Unpack, tiles: bool) -> None:
-        if program.target != "host":
-            raise KernelError(
-                f"tile program {program.name} is for {program.target}; expected one for the host"
-            )
+        super().__init__(program)
         if program.threads & (program.threads - 1):
             raise KernelError(
                 f"tile program {program.name}: {program.threads} threads; expected a power of two "
                 "on the host, whose vectors they are lanes of"
             )
-        self.program, self.unpack, self.threads = program, unpack, program.threads
-        self.lines: list[str] = []
+        self.unpack = unpack
         self.constants: list[str] = []
-        self.indent = "  "
-        self.count = 0
         self.made_by = {id(v): one for one in walk(program.body) for v in writes(one)}
         self.uses: dict[int, int] = {}
         for one in walk(program.body):
             for value in reads(one):
                 self.uses[id(value)] = self.uses.get(id(value), 0) + 1
-        self.names: dict[int, str] = {}
-        self.fused: set[int] = set()
         self.fast: dict[int, tuple[ir.LoadGlobal | None, CodeStream | None]] = {}
         self.split: set[int] = set()
         self.home: dict[int, int] = {}  # value -> the body in which it is made
@@ -271,7 +236,7 @@ class ProgramWriter:
     def _plan(self, body: list[ir.Instruction], nest: tuple[ir.For, ...] | None) -> None:
         for at, one in enumerate(body):
             self.home |= {id(value): id(body) for value in writes(one)}
-            if isinstance(one, ir.For | ir.While | ir.If):
+            if isinstance(one, ir.Control):
                 for c in one.carried:
                     if not isinstance(one, ir.If):
                         self.home[id(c.argument)] = id(one.body)
@@ -410,32 +375,15 @@ class ProgramWriter:
 
     # Pieces of text.
 
-    def put(self, text: str) -> None:
-        """A line of the block, indented."""
-        self.lines.append(self.indent + text)
-
-    def fresh(self, letter: str) -> str:
-        """A name that nothing has yet."""
-        self.count += 1
-        return f"{letter}{self.count}"
-
-    def name(self, value: Register) -> str:
-        """What a value is called."""
-        return self.names.get(id(value), f"r_{value.name}")
-
     def vector(self, dtype: TileType) -> str:
         """The type of a vector with a lane for each thread."""
         return f"Vec<{element(dtype)}, {self.threads}>::type"
 
-    def declare(self, value: Register, name: str | None = None) -> str:
-        """Declare the vectors of a value; its name."""
-        name = name or self.name(value)
-        kind = "__m512" if id(value) in self.split else self.vector(value.dtype)
-        self.put(f"{kind} {name}[{value.held.num_local}];")
-        return name
+    def storage(self, value: Register) -> str:
+        return "__m512" if id(value) in self.split else self.vector(value.dtype)
 
     def each(self, count: int, text: Callable[[object], str]) -> None:
-        """A statement for each place, written out if there are few."""
+        """Written out if there are few."""
         if count <= UNROLLED:
             for place in range(count):
                 self.put(text(place))
@@ -465,7 +413,6 @@ class ProgramWriter:
         return name
 
     def joined(self, value: Register) -> str:
-        """The name of a value in its plain form."""
         if id(value) not in self.split:
             return self.name(value)
         name, count = self.fresh("j"), value.held.num_local

@@ -8,19 +8,13 @@ import numpy as np
 
 from shoal.core.errors import KernelError
 from shoal.kernel.tile import ir
-from shoal.kernel.tile.host_base import UNROLLED, ProgramWriter, element
-from shoal.kernel.tile.ir import Expr, Global, Register, Shared, number
-
-__all__ = ["MemoryWriter"]
+from shoal.kernel.tile.host_base import UNROLLED, ProgramWriter
+from shoal.kernel.tile.ir import Expr, Global, Register, Shared
+from shoal.kernel.tile.writer import element
 
 
 class MemoryWriter(ProgramWriter):
     """Global and shared memory."""
-
-    def on_globalview(self, one: ir.GlobalView) -> None:
-        """A view is a pointer of its elements' type."""
-        kind = element(one.out.dtype)
-        self.put(f"{kind}* const {one.out.name} = ({kind}*)p_{one.out.pointer.name};")
 
     def rows(self, value: Register) -> str | None:
         """How a tile lies in memory: lanes side by side, all at one place, or neither."""
@@ -32,19 +26,6 @@ class MemoryWriter(ProgramWriter):
         if not steps[..., :-1].any() and (steps[..., -1] == lanes).all():
             return "row"
         return None
-
-    def place(
-        self,
-        strides: Sequence[Expr],
-        offsets: Sequence[Expr],
-        index: Sequence[int],
-    ) -> Expr:
-        """Place of an element: offsets are of all dimensions, the index of the last ones."""
-        pad = len(offsets) - len(index)
-        out = number(0)
-        for d, (offset, stride) in enumerate(zip(offsets, strides, strict=True)):
-            out = out + (offset + (int(index[d - pad]) if d >= pad else 0)) * stride
-        return out
 
     def generic(
         self,
@@ -112,12 +93,7 @@ class MemoryWriter(ProgramWriter):
             table = value.held.table()[0]
             last = value.held.table()[-1, -1]
             if one.masked:
-                pad = len(one.offsets) - len(last)
-                inside = " && ".join(
-                    f"{offset + (int(last[d - pad]) if d >= pad else 0)} < {view.shape[d]}"
-                    for d, offset in enumerate(one.offsets)
-                )
-                self.put(f"if ({inside}) {{")
+                self.put(f"if ({self.inside(one.offsets, last, view.shape)}) {{")
             for p in range(count):
                 at = self.place(view.strides, one.offsets, table[p])
                 self.put(f"std::memcpy({view.name} + {at}, &{name}[{p}], sizeof {name}[{p}]);")
@@ -135,18 +111,6 @@ class MemoryWriter(ProgramWriter):
         if whole and not view.in_bits and count <= UNROLLED:
             self.put("}")
 
-    def on_allocshared(self, one: ir.AllocShared) -> None:
-        """Shared memory, as an array of the block."""
-        kind = element(one.out.dtype)
-        self.put(f"{kind}* const {one.out.name} = ({kind}*)(shared + {one.out.address});")
-
-    def swizzled(self, tensor: Shared, at: str) -> str:
-        """The place of an element, turned within its row as the layout says."""
-        if tensor.layout.swizzle is None:
-            return at
-        width, base, shift = tensor.layout.swizzle
-        return f"({at} ^ ((({at} >> {base + shift}) & {(1 << width) - 1}) << {base}))"
-
     def shared_loop(
         self, value: Register, tensor: Shared, offsets: Sequence[Expr], text: Callable[[str], str]
     ) -> None:
@@ -155,7 +119,7 @@ class MemoryWriter(ProgramWriter):
         pad = len(offsets) - table.shape[2]
         strides = np.array(tensor.layout.strides)
         name = self.static("int32_t", (table * strides[pad:]).sum(-1))
-        base = self.place([number(int(s)) for s in strides], offsets, [0] * table.shape[2])
+        base = self.place(self.shared_strides(tensor), offsets, ())
         self.put(f"for (int l = 0; l < {table.shape[0]}; l++)")
         self.put(f"  for (int t = 0; t < {self.threads}; t++) {{")
         self.put(f"    const int64_t at = {base} + {name}[l][t];")
@@ -183,26 +147,10 @@ class MemoryWriter(ProgramWriter):
         for name, size in zip(names, one.shape, strict=True):
             self.put(f"for (int64_t {name} = 0; {name} < {size}; {name}++)")
         index = [Expr("name", (name,)) for name in names]
-
-        def at(offsets: Sequence[Expr], strides: Sequence[Expr]) -> Expr:
-            pad = len(offsets) - len(index)
-            out = number(0)
-            for d, (offset, stride) in enumerate(zip(offsets, strides, strict=True)):
-                out = out + (offset + index[d - pad] if d >= pad else offset) * stride
-            return out
-
-        strides = [number(s) for s in one.target.layout.strides]
-        inside = "true"
-        if one.masked:
-            pad = len(one.offsets) - len(index)
-            inside = " && ".join(
-                f"({offset + index[d - pad] if d >= pad else offset}) < {one.source.shape[d]}"
-                for d, offset in enumerate(one.offsets)
-            )
-        self.put(
-            f"  {{ const int64_t to = {at(one.at, strides)}, "
-            f"from = {at(one.offsets, one.source.strides)};"
-        )
+        to = self.place(self.shared_strides(one.target), one.at, index)
+        source = self.place(one.source.strides, one.offsets, index)
+        inside = self.inside(one.offsets, index, one.source.shape) if one.masked else "true"
+        self.put(f"  {{ const int64_t to = {to}, from = {source};")
         if one.source.in_bits:
             raise KernelError(
                 f"tile program {self.program.name}: CopyAsync of a view with strides in bits; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -19,8 +20,6 @@ from shoal.kernel.tile.host_base import (
 )
 from shoal.kernel.tile.host_values import ValueWriter
 from shoal.kernel.tile.types import TileType
-
-__all__ = ["ProductWriter"]
 
 
 class ProductWriter(ValueWriter):
@@ -70,19 +69,18 @@ class ProductWriter(ValueWriter):
         """Each chunk of weights is multiplied as soon as it is made."""
         rows, weights, per = self.operands(one)
         vectors = one.b.shape[1] // 8
-        self.turn(one.a.shape[1] // 8 // per)
-        chunk = weights(per * vectors)
-        for c in range(per):
-            for i, row in enumerate(rows):
-                at = f"{row} + {8 * per} * q + {8 * c}"
-                self.put(f"const __m512i e{c}_{i} = four({at}), o{c}_{i} = four({at} + 4);")
-            for v in range(vectors):
-                text = chunk(c * vectors + v)
-                for i in range(len(rows)):
-                    s = f"{name}[{i * vectors + v}]"
-                    text.append(f"{s} = dot(dot({s}, even, e{c}_{i}), odd, o{c}_{i});")
-                self.block(text)
-        self.over()
+        with self.turn(one.a.shape[1] // 8 // per):
+            chunk = weights(per * vectors)
+            for c in range(per):
+                for i, row in enumerate(rows):
+                    at = f"{row} + {8 * per} * q + {8 * c}"
+                    self.put(f"const __m512i e{c}_{i} = four({at}), o{c}_{i} = four({at} + 4);")
+                for v in range(vectors):
+                    text = chunk(c * vectors + v)
+                    for i in range(len(rows)):
+                        s = f"{name}[{i * vectors + v}]"
+                        text.append(f"{s} = dot(dot({s}, even, e{c}_{i}), odd, o{c}_{i});")
+                    self.block(text)
 
     def tile_dot(self, one: ir.Dot, name: str) -> None:
         """Weights are written to memory, multiplied by matrix tiles, and added to the sums.
@@ -109,14 +107,12 @@ class ProductWriter(ValueWriter):
             here, there = later[str(inner.variable)], later[str(around.variable)]
             self.put(f"if ({here} == {inner.count}) {{ {here} = 0; {there}++; }}")
         self.zero(parts[0])
-        self.put(f"if ({later[str(nest[0].variable)]} < {nest[0].count}) {{")
-        self.indent += "  "
-        for variable, known in later.items():
-            self.put(f"const int64_t {variable} = {known};")
-        between = self.products(made.room, made.slot, parts[0])
-        self.make(one, made.room, f"1 - {made.slot}", between)
-        self.indent = self.indent[:-2]
-        self.put("} else {")
+        more = f"if ({later[str(nest[0].variable)]} < {nest[0].count}) {{"
+        with self.braces(more, "} else {"):
+            for variable, known in later.items():
+                self.put(f"const int64_t {variable} = {known};")
+            between = self.products(made.room, made.slot, parts[0])
+            self.make(one, made.room, f"1 - {made.slot}", between)
         self.multiply(one, made.room, made.slot, parts[0])
         self.put("}")
         self.add_sums(one, name, made.room, parts[0])
@@ -131,13 +127,10 @@ class ProductWriter(ValueWriter):
         nest = self.nests[id(one)]
         made = self.ahead[id(one)] = PipelinedProduct(self.fresh("slot"), self.room(one, 2))
         self.put(f"int {made.slot} = 0;")
-        self.put(f"if ({' && '.join(f'{loop.count} > 0' for loop in nest)}) {{")
-        self.indent += "  "
-        for loop in nest:
-            self.put(f"const int64_t {loop.variable} = 0;")
-        self.make(one, made.room, "0")
-        self.indent = self.indent[:-2]
-        self.put("}")
+        with self.braces(f"if ({' && '.join(f'{loop.count} > 0' for loop in nest)}) {{"):
+            for loop in nest:
+                self.put(f"const int64_t {loop.variable} = 0;")
+            self.make(one, made.room, "0")
 
     def operands(self, one: ir.Dot) -> tuple[list[str], Weights, int]:
         """Rows of activations, weights, and how many eights of K a turn takes."""
@@ -147,7 +140,7 @@ class ProductWriter(ValueWriter):
             view = load.source
             pad = len(load.offsets) - 2
             left = self.fresh("a")
-            at = self.place(view.strides, load.offsets, (0, 0))
+            at = self.place(view.strides, load.offsets, ())
             self.put(f"const uint16_t* const {left} = {view.name} + {at};")
             rows = [f"{left} + {view.strides[pad] * i}" for i in range(m)]
         else:
@@ -163,22 +156,16 @@ class ProductWriter(ValueWriter):
             per = least if per % least == 0 else per
         return rows, self.weights(one, stream), per
 
-    def turn(self, count: int) -> None:
-        """Begin to go through so many turns; ``q`` is the number of one."""
-        self.put(f"for (int q = 0; q < {count}; q++) {{" if count > 1 else "{ const int q = 0;")
-        self.indent += "  "
-
-    def over(self) -> None:
-        """End a block of lines."""
-        self.indent = self.indent[:-2]
-        self.put("}")
+    def turn(self, count: int) -> AbstractContextManager[None]:
+        """Lines that are gone through so many times; ``q`` is the number of a time."""
+        many = f"for (int q = 0; q < {count}; q++) {{"
+        return self.braces(many if count > 1 else "{ const int q = 0;")
 
     def block(self, lines: Sequence[str]) -> None:
         """Lines in braces."""
-        self.put("{")
-        for line in lines:
-            self.put("  " + line)
-        self.put("}")
+        with self.braces():
+            for line in lines:
+                self.put(line)
 
     def room(self, one: ir.Dot, slots: int) -> ProductBuffers:
         """Memory for the operands of so many products, and for sums."""
@@ -217,27 +204,22 @@ class ProductWriter(ValueWriter):
             )
         turns, tiles = k // 8 // per, k // 4 // high
         if not between:
-            self.turn(turns)
-            self.make_turn(weights, room, slot, vectors, per)
-            self.over()
+            with self.turn(turns):
+                self.make_turn(weights, room, slot, vectors, per)
             return
         whole = turns % tiles == 0
-        self.put(f"for (int h = 0; h < {tiles}; h++) {{" if whole else "{")
-        self.indent += "  "
         each = turns // tiles if whole else turns
         texts = (
             list(between)
             if whole
             else [f"{{ const int h = {h}; {text} }}" for h in range(tiles) for text in between]
         )
-        for i in range(each):
-            self.put(f"{{ const int q = {f'{each} * h + ' if whole else ''}{i};")
-            self.indent += "  "
-            self.make_turn(weights, room, slot, vectors, per)
-            for text in texts[len(texts) * i // each : len(texts) * (i + 1) // each]:
-                self.put(text)
-            self.over()
-        self.over()
+        with self.braces(f"for (int h = 0; h < {tiles}; h++) {{" if whole else "{"):
+            for i in range(each):
+                with self.braces(f"{{ const int q = {f'{each} * h + ' if whole else ''}{i};"):
+                    self.make_turn(weights, room, slot, vectors, per)
+                    for text in texts[len(texts) * i // each : len(texts) * (i + 1) // each]:
+                        self.put(text)
 
     def make_turn(
         self, weights: Weights, room: ProductBuffers, slot: str, vectors: int, per: int
@@ -274,10 +256,9 @@ class ProductWriter(ValueWriter):
     def multiply(self, one: ir.Dot, room: ProductBuffers, slot: str, part: range) -> None:
         """All of these for all tiles along K."""
         assert self.tiles is not None
-        self.put(f"for (int h = 0; h < {one.a.shape[1] // 4 // self.tiles[1]}; h++) {{")
-        for text in self.products(room, slot, part):
-            self.put("  " + text)
-        self.put("}")
+        with self.braces(f"for (int h = 0; h < {one.a.shape[1] // 4 // self.tiles[1]}; h++) {{"):
+            for text in self.products(room, slot, part):
+                self.put(text)
 
     def add_sums(self, one: ir.Dot, name: str, room: ProductBuffers, part: range) -> None:
         """Add what the tiles hold to the sums."""
@@ -302,8 +283,7 @@ class ProductWriter(ValueWriter):
                 self.names[id(one.out)] = self.name(one.c)
                 return self.name(one.c)
             name = self.declare(one.out)
-            source = self.name(one.c)
-            self.each(count, lambda p: f"{name}[{p}] = {source}[{p}];")
+            self.assign(name, one.c)
             return name
         source, name = self.name(one.c), self.fresh("d")
         self.put(f"__m512 {name}[{count}];")
@@ -316,8 +296,7 @@ class ProductWriter(ValueWriter):
             cast, load = self.made_by[id(one.b)], self.weight_load(one)
             assert isinstance(cast, ir.Cast)
             base = self.fresh("w")
-            pad = len(load.offsets) - len(load.out.shape)
-            at = self.place(load.source.strides, load.offsets, [0] * (len(load.offsets) - pad))
+            at = self.place(load.source.strides, load.offsets, ())
             self.put(f"const uint8_t* const {base} = (const uint8_t*){load.source.name} + {at};")
             if self.unpack == "recipe":
                 return self.recipe(cast.value.dtype, stream, base)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.kernel.tile import ir
-from shoal.kernel.tile.host_base import UNROLLED, bf16_bits, element
+from shoal.kernel.tile.host_base import UNROLLED, bf16_bits
 from shoal.kernel.tile.host_memory import MemoryWriter
 from shoal.kernel.tile.ir import Register
+from shoal.kernel.tile.layout import row_strides
 from shoal.kernel.tile.verify import places
-
-__all__ = ["ValueWriter"]
+from shoal.kernel.tile.writer import element, literal, operation
 
 
 class ValueWriter(MemoryWriter):
@@ -26,16 +26,8 @@ class ValueWriter(MemoryWriter):
             self.each(count, lambda p: f"{name}[{p}] = {value};")
             return
         dtype = one.out.dtype
-        if dtype.narrow:
-            value = str(int(dtype.encode(np.array(one.fill))))
-        elif dtype.kind != "float":
-            value = str(int(one.fill))
-        elif str(dtype) == "fp32":
-            value = repr(float(one.fill)) + "f"
-        else:
-            value = f"to_{dtype}({float(one.fill)!r}f)"
-        kind = element(dtype)
-        self.each(count, lambda p: f"{name}[{p}] = {kind}({value}) - {self.vector(dtype)}{{}};")
+        value = f"{element(dtype)}({literal(dtype, one.fill)})"
+        self.each(count, lambda p: f"{name}[{p}] = {value} - {self.vector(dtype)}{{}};")
 
     def lanes(self, count: int, text: str) -> None:
         """A statement for each vector and lane."""
@@ -95,8 +87,7 @@ class ValueWriter(MemoryWriter):
                 return
             value = f"from_{a}({value})"
         if b.narrow and b.kind == "float":
-            known = b.values()[: 2 ** (b.bits - 1)]
-            known = known[np.isfinite(known)]
+            known = b.magnitudes
             table = self.static("double", known)
             value = f"nearest_code({value}, {table}, {len(known)}, {b.bits})"
         elif b.narrow:
@@ -127,13 +118,6 @@ class ValueWriter(MemoryWriter):
                 text = f"{float(value)!r}f" if kind == "float" else str(int(value))
                 operands.append((f"{kind}({text})", None))
         name, count = self.declare(out), out.held.num_local
-        sign = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^"}
-
-        def result(a: str, b: str) -> str:
-            if one.op in ("min", "max"):
-                return f"{a} {'<' if one.op == 'min' else '>'} {b} ? {a} : {b}"
-            return f"{a} {sign[one.op]} {b}"
-
         if uniform and count <= UNROLLED:
             vector = self.vector(out.dtype)
             for p in range(count):
@@ -141,7 +125,7 @@ class ValueWriter(MemoryWriter):
                     f"{text}[{at[0, p]}]" if at is not None else f"({text} - {vector}{{}})"
                     for text, at in operands
                 ]
-                self.put(f"{name}[{p}] = {result(*terms)};")
+                self.put(f"{name}[{p}] = {operation(one.op, *terms)};")
             return
         terms = []
         for text, at in operands:
@@ -151,12 +135,11 @@ class ValueWriter(MemoryWriter):
                 terms.append(f"{text}[l][t]")
             else:
                 terms.append(f"{text}[{self.static('int32_t', at.T)}[l][t]][t]")
-        self.lanes(count, f"{name}[l][t] = {element(out.dtype)}({result(*terms)});")
+        self.lanes(count, f"{name}[l][t] = {element(out.dtype)}({operation(one.op, *terms)});")
 
     def flat(self, value: Register) -> str:
         """A constant: place of each (place, lane) in the tile, row after row."""
-        weights = np.cumprod([1, *value.shape[:0:-1]])[::-1]
-        return self.static("int32_t", (value.held.table() @ weights).T)
+        return self.static("int32_t", (value.held.table() @ row_strides(value.shape)).T)
 
     def wide(self, value: Register, name: str) -> str:
         """The number of an element, for sums."""
@@ -170,12 +153,10 @@ class ValueWriter(MemoryWriter):
         """Sums over a dimension."""
         a, out = one.value, one.out
         source, name = self.joined(a), self.declare(one.out)
-        weights = np.cumprod([1, *out.shape[:0:-1]])[::-1]
         table = a.held.table()
-        goal = (table * (np.asarray(out.shape) > 1)) @ weights
+        goal = (table * (np.asarray(out.shape) > 1)) @ row_strides(out.shape)
         # Of elements that several hold, the first holder's counts.
-        own = np.cumprod([1, *a.shape[:0:-1]])[::-1]
-        _, first = np.unique((table @ own).ravel(), return_index=True)
+        _, first = np.unique((table @ row_strides(a.shape)).ravel(), return_index=True)
         mine = np.full(goal.size, -1)
         mine[first] = goal.ravel()[first]
         to, spread = self.static("int32_t", mine.reshape(goal.shape).T), self.flat(out)

@@ -16,47 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shoal.core.errors import KernelError
-from shoal.kernel.tile.layout import TileLayout
+from shoal.kernel.tile.layout import TileLayout, row_strides
 from shoal.kernel.tile.types import TileType
-
-__all__ = [
-    "AllocRegister",
-    "AllocShared",
-    "BlockIndices",
-    "Carried",
-    "Cast",
-    "CommitGroup",
-    "CopyAsync",
-    "Dot",
-    "Elementwise",
-    "Expr",
-    "For",
-    "FreeShared",
-    "Global",
-    "GlobalView",
-    "If",
-    "Instruction",
-    "LoadGlobal",
-    "LoadShared",
-    "Pointer",
-    "Print",
-    "Reduce",
-    "Register",
-    "Shared",
-    "SharedLayout",
-    "StoreGlobal",
-    "StoreShared",
-    "Sync",
-    "TileProgram",
-    "Value",
-    "View",
-    "WaitGroup",
-    "While",
-    "number",
-    "reads",
-    "walk",
-    "writes",
-]
 
 _OPS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
@@ -195,7 +156,6 @@ class Global:
     """A view of memory: element i lies at the sum of i_d stride_d.
 
     Args:
-        name: of the value.
         pointer: where.
         dtype: of an element; need not be that of the pointer.
         shape: of the view.
@@ -229,8 +189,7 @@ class SharedLayout:
     @staticmethod
     def rows(*shape: int, swizzle: tuple[int, int, int] | None = None) -> SharedLayout:
         """Row after row."""
-        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-        return SharedLayout(shape, strides, swizzle)
+        return SharedLayout(shape, tuple(row_strides(shape)), swizzle)
 
     @property
     def size(self) -> int:
@@ -255,7 +214,6 @@ class Shared:
     """A tensor in the memory of one block.
 
     Args:
-        name: of the value.
         dtype: of an element; 8 bits or more.
         layout: where its elements lie.
         address: its first byte, given by the allocation pass.
@@ -282,7 +240,6 @@ class Register:
     """A tensor spread over the registers of the threads.
 
     Args:
-        name: of the value.
         dtype: of an element.
         shape: of the tensor.
         layout: who holds what; None until the layouts are inferred.
@@ -464,7 +421,6 @@ class Elementwise(Instruction):
     """Element by element; dimensions of size 1 are spread.
 
     Args:
-        out: the result.
         op: add, sub, mul, div, min, max, and, or or xor.
         inputs: two registers, or a register and a number.
     """
@@ -540,6 +496,9 @@ class If(Instruction):
     otherwise: list[Instruction] = field(default_factory=list)
 
 
+Control = For | While | If
+
+
 @dataclass(eq=False, slots=True)
 class Print(Instruction):
     """Show a value, with a text before it."""
@@ -553,13 +512,11 @@ class TileProgram:
     """What a grid of blocks does.
 
     Args:
-        name: a C identifier.
         target: name of the machine whose products it uses, ``host`` or ``cuda``.
         threads: of a block.
         pointers: what memory it is given.
         scalars: what whole numbers it is given.
         grid: blocks in each dimension.
-        body: its instructions.
         shared_bytes: what the blocks' shared memory takes, from the allocation pass.
     """
 
@@ -593,7 +550,7 @@ def _text(value: object) -> str:
 def _lines(body: list[Instruction], indent: str) -> Iterator[str]:
     for one in body:
         name = type(one).__name__
-        if isinstance(one, For | While | If):
+        if isinstance(one, Control):
             carried = ", ".join(
                 f"{_text(c.result)} = {_text(c.argument)} from {_text(c.init)}, {_text(c.yielded)}"
                 for c in one.carried
@@ -623,19 +580,24 @@ def _lines(body: list[Instruction], indent: str) -> Iterator[str]:
         yield f"{indent}{head}{name}({', '.join(given)}){tail}"
 
 
+def bodies(one: Instruction) -> list[list[Instruction]]:
+    """The body of a loop, or both of a branch."""
+    if isinstance(one, If):
+        return [one.body, one.otherwise]
+    return [one.body] if isinstance(one, Control) else []
+
+
 def walk(body: list[Instruction]) -> Iterator[Instruction]:
     """Every instruction, those of loops and branches after these."""
     for one in body:
         yield one
-        if isinstance(one, For | While | If):
-            yield from walk(one.body)
-        if isinstance(one, If):
-            yield from walk(one.otherwise)
+        for inner in bodies(one):
+            yield from walk(inner)
 
 
 def reads(one: Instruction) -> list[Register]:
     """Registers that an instruction reads itself; of a loop, what it carries."""
-    if isinstance(one, For | While | If):
+    if isinstance(one, Control):
         values: list[object] = [v for c in one.carried for v in (c.init, c.yielded)]
     elif isinstance(one, Elementwise):
         values = list(one.inputs)
@@ -646,7 +608,7 @@ def reads(one: Instruction) -> list[Register]:
 
 def writes(one: Instruction) -> list[Register]:
     """Registers that an instruction makes; of a loop, arguments and results."""
-    if isinstance(one, For | While | If):
+    if isinstance(one, Control):
         values: list[object] = [c.result for c in one.carried]
         if not isinstance(one, If):
             values += [c.argument for c in one.carried]

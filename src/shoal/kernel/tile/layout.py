@@ -28,17 +28,6 @@ import numpy as np
 
 from shoal.core.errors import KernelError
 
-__all__ = [
-    "TileLayout",
-    "column_local",
-    "column_spatial",
-    "local",
-    "reduce",
-    "replicate",
-    "show",
-    "spatial",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class TileLayout:
@@ -241,7 +230,7 @@ def _canonical(layout: TileLayout) -> TileLayout:
     return TileLayout(out.shape, out.mode_shape, tuple(spatial_modes), out.local_modes)
 
 
-def _suffixes(layout: TileLayout) -> list[int]:
+def suffixes(layout: TileLayout) -> list[int]:
     """Product of the sizes of the modes that are inside each, within its dimension."""
     dims, out = layout.dims(), [1] * len(layout.mode_shape)
     for mode in range(len(out) - 2, -1, -1):
@@ -253,7 +242,7 @@ def _suffixes(layout: TileLayout) -> list[int]:
 def _refined(layout: TileLayout, cuts: Sequence[set[int]]) -> TileLayout | None:
     """Modes cut where the index has these weights; None where they do not divide."""
     parts = []
-    for mode, inside in enumerate(_suffixes(layout)):
+    for mode, inside in enumerate(suffixes(layout)):
         end = inside * layout.mode_shape[mode]
         at = [inside, *sorted(c for c in cuts[layout.dims()[mode]] if inside < c < end), end]
         if any(b % a for a, b in itertools.pairwise(at)):
@@ -275,7 +264,7 @@ def _divide(outer: TileLayout, inner: TileLayout) -> TileLayout:
         | {
             s
             for layout in (outer.canonical(), inner.canonical())
-            for s, of in zip(_suffixes(layout), layout.dims(), strict=True)
+            for s, of in zip(suffixes(layout), layout.dims(), strict=True)
             if of == dim and s < size
         }
         for dim, size in enumerate(inner.shape)
@@ -284,7 +273,7 @@ def _divide(outer: TileLayout, inner: TileLayout) -> TileLayout:
     if h is None or g is None:
         fail()
     # The modes of h inside the shape of g, in the order of g's.
-    weights, dims = _suffixes(h), h.dims()
+    weights, dims = suffixes(h), h.dims()
     inside = [m for m in range(len(weights)) if weights[m] < inner.shape[dims[m]]]
     if [h.mode_shape[m] for m in inside] != list(g.mode_shape):
         fail()
@@ -364,6 +353,11 @@ def reduce(layout: TileLayout, dims: Iterable[int]) -> TileLayout:
         tuple(m if m < 0 else names.get(m, -layout.mode_shape[m]) for m in layout.spatial_modes),
         tuple(names[m] for m in layout.local_modes if m in names),
     )
+
+
+def row_strides(shape: Sequence[int]) -> list[int]:
+    """Elements from one to the next along each dimension, row after row."""
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def show(layout: TileLayout, limit: int = 32) -> str:

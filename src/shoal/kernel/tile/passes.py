@@ -11,20 +11,11 @@ import math
 
 from shoal.core.errors import KernelError
 from shoal.kernel.tile import ir
-from shoal.kernel.tile.ir import Register, Shared, TileProgram, reads, walk, writes
+from shoal.kernel.tile.ir import Register, Shared, TileProgram, bodies, reads, walk, writes
 from shoal.kernel.tile.layout import TileLayout, local, reduce, replicate, spatial
 from shoal.kernel.tile.target import Target, target_named
 from shoal.kernel.tile.types import TileType, tile_type
 from shoal.kernel.tile.verify import verify
-
-__all__ = [
-    "allocate_shared",
-    "drop_dead",
-    "expand_casts",
-    "finish",
-    "infer_layouts",
-    "select_vectors",
-]
 
 
 def finish(program: TileProgram) -> TileProgram:
@@ -67,10 +58,8 @@ def expand_casts(program: TileProgram) -> None:
     def expand(body: list[ir.Instruction]) -> None:
         out: list[ir.Instruction] = []
         for one in body:
-            if isinstance(one, ir.For | ir.While | ir.If):
-                expand(one.body)
-            if isinstance(one, ir.If):
-                expand(one.otherwise)
+            for inner in bodies(one):
+                expand(inner)
             if isinstance(one, ir.Cast) and not _direct(one.value.dtype, one.out.dtype):
                 middle = fresh(fp32, one.value)
                 out += [ir.Cast(middle, one.value), ir.Cast(one.out, middle)]
@@ -104,10 +93,8 @@ def drop_dead(program: TileProgram) -> None:
 
     def sweep(body: list[ir.Instruction], used: set[int]) -> None:
         for one in body:
-            if isinstance(one, ir.For | ir.While | ir.If):
-                sweep(one.body, used)
-            if isinstance(one, ir.If):
-                sweep(one.otherwise, used)
+            for inner in bodies(one):
+                sweep(inner, used)
         body[:] = [
             one
             for one in body
@@ -204,7 +191,7 @@ def _infer_one(one: ir.Instruction, target: Target, warps: int) -> bool:
             changed |= _set(one.out, reduce(one.value.layout, (one.dim,)))
     elif isinstance(one, ir.View):
         changed |= _infer_view(one, target)
-    elif isinstance(one, ir.For | ir.While | ir.If):
+    elif isinstance(one, ir.Control):
         for carried in one.carried:
             values = (carried.init, carried.argument, carried.yielded, carried.result)
             layouts = [v.layout for v in values if isinstance(v, Register) and v.layout]
@@ -294,10 +281,8 @@ def allocate_shared(program: TileProgram) -> None:
                 top = max(top, at + one.out.nbytes)
             elif isinstance(one, ir.FreeShared) and one.tensor in live:
                 live.remove(one.tensor)
-            elif isinstance(one, ir.For | ir.While | ir.If):
-                place(one.body)
-                if isinstance(one, ir.If):
-                    place(one.otherwise)
+            for inner in bodies(one):
+                place(inner)
 
     place(program.body)
     program.shared_bytes = top

@@ -15,8 +15,6 @@ from shoal.kernel.tile.build import Builder, TileKernel, kernel
 from shoal.kernel.tile.ir import Expr, Register, number
 from shoal.kernel.tile.types import tile_type
 
-__all__ = ["PROGRAMS", "lowbit_matmul", "lowbit_pack", "program", "stream_copy"]
-
 
 def _bytes(weight: str, step: int, columns: int) -> int:
     """Bytes of one tile of codes."""

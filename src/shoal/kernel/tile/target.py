@@ -22,8 +22,6 @@ from shoal.kernel.tile.layout import (
     spatial,
 )
 
-__all__ = ["TARGETS", "Target", "target_named"]
-
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -23,8 +23,6 @@ import numpy as np
 
 from shoal.core.errors import KernelError
 
-__all__ = ["NARROW", "TileType", "tile_type"]
-
 _WIDE = {
     "fp32": ("float", 32, 8, 23),
     "bf16": ("float", 16, 8, 7),
@@ -107,6 +105,13 @@ class TileType:
         values = self.values()
         return float(values[np.isfinite(values)].max())
 
+    @property
+    def magnitudes(self) -> np.ndarray:
+        """Finite values of a float's codes without a sign, which grow with the code: fp64."""
+        values = self.values()[: 2 ** (self.bits - 1)]
+        finite: np.ndarray = values[np.isfinite(values)]
+        return finite
+
     def encode(self, x: np.ndarray) -> np.ndarray:
         """Codes, uint8, of numbers: to nearest, ties to even, beyond the ends saturated.
 
@@ -120,8 +125,7 @@ class TileType:
         if self.kind != "float":
             whole = np.clip(np.rint(x), values.min(), values.max()).astype(np.int64)
             return np.asarray(whole & (2**self.bits - 1), dtype=np.uint8)
-        known = values[: 2 ** (self.bits - 1)]
-        known = known[np.isfinite(known)]
+        known = self.magnitudes
         between = (known[1:] + known[:-1]) / 2
         low = np.searchsorted(between, np.abs(x), side="left")
         high = np.searchsorted(between, np.abs(x), side="right")

@@ -16,10 +16,8 @@ import numpy as np
 from shoal.core.errors import KernelError
 from shoal.kernel.tile import ir
 from shoal.kernel.tile.ir import Expr, Global, Register, Shared, TileProgram
-from shoal.kernel.tile.layout import TileLayout, reduce
+from shoal.kernel.tile.layout import TileLayout, reduce, row_strides
 from shoal.kernel.tile.target import target_named
-
-__all__ = ["places", "verify"]
 
 
 def places(inner: TileLayout, outer: TileLayout) -> np.ndarray | None:
@@ -35,7 +33,7 @@ def places(inner: TileLayout, outer: TileLayout) -> np.ndarray | None:
     if inner.same(outer):
         return np.broadcast_to(np.arange(outer.num_local), (outer.num_threads, outer.num_local))
     wanted = outer.table() * (np.asarray(inner.shape) > 1)
-    weights = np.cumprod([1, *inner.shape[:0:-1]])[::-1]
+    weights = row_strides(inner.shape)
     have = inner.table() @ weights
     order = np.argsort(have, axis=1, kind="stable")
     keys = np.take_along_axis(have, order, 1)
@@ -109,17 +107,11 @@ class _Check:
         threads = value.held.num_threads
         if value.held.shape != value.shape:
             self.fail(one, f"{value} has {value.held}; expected a layout of its shape")
-        if threads > self.program.threads:
-            self.fail(
-                one,
-                f"{value} has a layout of {threads} threads and a block has "
-                f"{self.program.threads}; expected at most these",
-            )
         if threads != self.program.threads:
             self.fail(
                 one,
-                f"{value} has a layout of {threads} threads; expected all "
-                f"{self.program.threads} of the block, some of which may hold the same "
+                f"{value} has a layout of {threads} threads and a block has "
+                f"{self.program.threads}; expected all of these, some of which may hold the same "
                 "(replicate)",
             )
         self.registers.add(id(value))
@@ -132,7 +124,7 @@ class _Check:
 
     def body(self, body: list[ir.Instruction]) -> None:
         for one in body:
-            if isinstance(one, ir.For | ir.While | ir.If):
+            if isinstance(one, ir.Control):
                 self.control(one)
                 continue
             for value in ir.reads(one):
@@ -141,7 +133,7 @@ class _Check:
             for value in ir.writes(one):
                 self.made(one, value)
 
-    def control(self, one: ir.For | ir.While | ir.If) -> None:
+    def control(self, one: ir.Control) -> None:
         if isinstance(one, ir.If):
             self.expr(one, one.condition)
             self.body(one.body)
@@ -256,6 +248,10 @@ class _Check:
         self.tile(one, one.target, one.at, one.shape)
         if one.target.dtype != one.source.dtype:
             self.fail(one, f"{one.source.dtype} to {one.target.dtype}; expected the same type")
+        self.writable(one).copies.append(one.at)
+
+    def writable(self, one: ir.CopyAsync | ir.StoreShared) -> _Memory:
+        """The tensor that is written, in a place that nobody reads any more."""
         memory = self.shared[id(one.target)]
         if one.at in memory.read:
             self.fail(
@@ -263,7 +259,7 @@ class _Check:
                 f"%{one.target.name} at {list(map(str, one.at))} may still be read by other "
                 "threads; Sync first",
             )
-        memory.copies.append(one.at)
+        return memory
 
     def on_commitgroup(self, one: ir.CommitGroup) -> None:
         self.commits += 1
@@ -304,14 +300,7 @@ class _Check:
     def on_storeshared(self, one: ir.StoreShared) -> None:
         self.tile(one, one.target, one.at, one.value.shape)
         self.same_type(one, one.value, one.target)
-        memory = self.shared[id(one.target)]
-        if one.at in memory.read:
-            self.fail(
-                one,
-                f"%{one.target.name} at {list(map(str, one.at))} may still be read by other "
-                "threads; Sync first",
-            )
-        memory.written.append(one.at)
+        self.writable(one).written.append(one.at)
 
     # Arithmetic.
 

@@ -32,14 +32,21 @@ static double now() {
 
 #define HIDE(x) asm volatile("" : "+m"(x))
 
+// STREAMS parts of the array side by side, fetched AHEAD bytes before they are read; which is the
+// fastest differs between processors. Sums hide one another's latency.
+template <int STREAMS, int AHEAD>
 static void k_read(vec *a, vec *, vec *, uint64_t n) {
-  vec s0 = {}, s1 = {}, s2 = {}, s3 = {}, s4 = {}, s5 = {}, s6 = {}, s7 = {};
-  for (uint64_t i = 0; i + 8 <= n; i += 8) {
-    s0 += a[i]; s1 += a[i + 1]; s2 += a[i + 2]; s3 += a[i + 3];
-    s4 += a[i + 4]; s5 += a[i + 5]; s6 += a[i + 6]; s7 += a[i + 7];
-  }
-  vec s = s0 + s1 + s2 + s3 + s4 + s5 + s6 + s7;
-  HIDE(s);
+  constexpr int EACH = 8 / STREAMS;
+  const uint64_t part = n / STREAMS / EACH * EACH;
+  vec s[8] = {};
+  for (uint64_t i = 0; i < part; i += EACH)
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+      const vec *at = a + j / EACH * part + i + j % EACH;
+      if (AHEAD) __builtin_prefetch((const char *)at + AHEAD, 0, 3);
+      s[j] += *at;
+    }
+  for (int j = 0; j < 8; j++) HIDE(s[j]);
 }
 
 // The memory barrier keeps the compiler from calling memcpy, which picks its own stores.
@@ -72,14 +79,15 @@ static void k_stream(vec *a, vec *b, vec *, uint64_t n) {
 #endif
 
 typedef void (*kernel)(vec *, vec *, vec *, uint64_t);
-static const kernel kernels[4] = {k_read, k_copy, k_triad,
+static const kernel kernels[] = {k_read<1, 0>, k_copy, k_triad,
 #ifdef STREAM_STORE
-                                  k_stream
+                                 k_stream,
 #else
-                                  0
+                                 0,
 #endif
-};
-static const int arrays_of[4] = {1, 2, 3, 2};
+                                 k_read<2, 0>, k_read<4, 0>, k_read<8, 0>,
+                                 k_read<1, 2048>, k_read<1, 8192>, k_read<2, 4096>, k_read<4, 2048>};
+static const int arrays_of[] = {1, 2, 3, 2, 1, 1, 1, 1, 1, 1, 1};
 
 struct Job {
   pthread_barrier_t *barrier;

@@ -11,8 +11,6 @@ from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine.protocols import ProbeContext
 
-__all__ = ["Framework"]
-
 
 @part
 class Framework:

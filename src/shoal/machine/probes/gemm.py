@@ -37,8 +37,6 @@ from shoal.machine.probes.gemm_table import (
 )
 from shoal.machine.protocols import ProbeContext
 
-__all__ = ["Gemm", "drawn", "moved_elements", "own_product"]
-
 REPEATS = 5
 SMALLEST = 16
 # Shoal's own kernel with a tile of one takes a second for the product of two such squares.

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from shoal.core.errors import require
 
-__all__ = ["Sensor", "draw"]
-
 _RAPL = Path("/sys/class/powercap")
 # Counters are updated every millisecond; over less than this a difference means little.
 _SHORTEST_S = 0.02

@@ -19,17 +19,6 @@ from shoal.core.files import shoal_home, write_atomic
 from shoal.core.parts import explain
 from shoal.machine.fingerprint import fingerprint, versions
 
-__all__ = [
-    "DTYPE_BYTES",
-    "LAYOUTS",
-    "TILES",
-    "GemmPoint",
-    "GemmShape",
-    "GemmTable",
-    "table_path",
-    "telling",
-]
-
 TILES = (1, 2, 4, 8, 16, 32)
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 LAYOUTS = ("nn", "nt", "tn", "tt")

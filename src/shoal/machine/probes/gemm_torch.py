@@ -9,25 +9,28 @@ from __future__ import annotations
 import time
 from typing import Any
 
-__all__ = ["gemm"]
-
 _BATCH_S = 1.5e-3
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
-_BUFFERS: dict[tuple[str, str, int], Any] = {}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}
+_BUFFERS: dict[tuple[str, str, str], Any] = {}
 
 
-def _buffer(role: str, dtype: str, number: int) -> Any:
+def buffer(role: str, dtype: str, number: int, device: str = "cpu") -> Any:
     """A flat buffer of at least ``number`` random elements, kept from call to call."""
     import torch
 
-    value = _BUFFERS.get((role, dtype, 0))
+    value = _BUFFERS.get((role, dtype, device))
     if value is None or value.numel() < number:
+        # The old one goes before the new one comes: they may not fit together.
+        _BUFFERS.pop((role, dtype, device), None)
+        value = None
         kind = getattr(torch, _DTYPES[dtype])
         if dtype == "int8":
-            value = torch.randint(-127, 128, (number,), dtype=torch.int32).to(kind)
+            value = torch.randint(-127, 128, (number,), dtype=torch.int32, device=device).to(kind)
+        elif dtype == "fp8":
+            value = torch.rand(number, dtype=torch.bfloat16, device=device).sub_(0.5).to(kind)
         else:
-            value = torch.rand(number).sub_(0.5).to(kind)
-        _BUFFERS[role, dtype, 0] = value
+            value = torch.rand(number, dtype=kind, device=device).sub_(0.5)
+        _BUFFERS[role, dtype, device] = value
     return value
 
 
@@ -51,8 +54,8 @@ def gemm(
     from shoal.machine.probes.gemm_power import Sensor
 
     torch.set_num_threads(threads)
-    a = _buffer("a", dtype, m * k)[: m * k]
-    b = _buffer("b", dtype, k * n)[: k * n]
+    a = buffer("a", dtype, m * k)[: m * k]
+    b = buffer("b", dtype, k * n)[: k * n]
     a = a.view(m, k) if layout[0] == "n" else a.view(k, m).t()
     b = b.view(k, n) if layout[1] == "n" else b.view(n, k).t()
     if dtype == "int8":

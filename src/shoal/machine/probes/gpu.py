@@ -9,12 +9,10 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from shoal.core.errors import MachineError, MissingExtraError, require
+from shoal.core.errors import MachineError, MissingExtraError, install, require
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine.protocols import ProbeContext
-
-__all__ = ["GpuProbe"]
 
 
 @part
@@ -56,7 +54,7 @@ class GpuProbe:
         if facts is None:
             context.skip("gpu", "torch sees no CUDA device; install a CUDA build of torch")
             return []
-        context.facts["gpu"] = {**facts, **_nvml(context)}
+        context.facts["gpu"] = {**facts, **nvml_facts(context)}
         results = []
         for dtype in ("fp32", "bf16", "fp16"):
             for size in self.sizes:
@@ -88,12 +86,12 @@ class GpuProbe:
         return results
 
 
-def _nvml(context: ProbeContext) -> dict[str, Any]:
+def nvml_facts(context: ProbeContext) -> dict[str, Any]:
     """Power limit and driver of the first GPU through NVML, if its package is there."""
     try:
         import pynvml
     except ImportError:
-        context.skip("gpu.nvml", "nvidia-ml-py is not installed; pip install 'shoal-ml[gpu]'")
+        context.skip("gpu.nvml", f"nvidia-ml-py is not installed; {install('gpu')}")
         return {}
     try:
         pynvml.nvmlInit()

@@ -16,8 +16,6 @@ from shoal.ir.machine import Measurement
 from shoal.machine.native import library
 from shoal.machine.protocols import ProbeContext
 
-__all__ = ["Loopback"]
-
 
 @part
 class Loopback:

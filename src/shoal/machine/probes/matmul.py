@@ -16,7 +16,8 @@ from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine.protocols import ProbeContext
 
-__all__ = ["Matmul"]
+# A fast probe multiplies nothing larger than what it expects to take so long.
+_LONG_S = 0.3
 
 
 @part
@@ -24,7 +25,8 @@ class Matmul:
     """Rates of square products, one thread and all.
 
     Args:
-        sizes: edges; empty for 64 ... 2048 in octaves.
+        sizes: edges; empty for 64 ... 2048 in octaves, and fast no further than products take
+            a fraction of a second each (without units for bf16 they take long, and say no more).
         dtypes: ``fp32`` and ``bf16``.
         repeats: samples; 0 for 5 (fast) or 15.
     """
@@ -71,11 +73,15 @@ class Matmul:
             context.skip("matmul.1core", "one core: the rates of all cores are those of one")
         for dtype in self.dtypes:
             for suffix, threads in counts.items():
+                expected_s = 0.0
                 for size in sizes:
                     few = 3 if size >= 2048 and context.fast else repeats
+                    if context.fast and expected_s > _LONG_S:
+                        break
                     seconds = worker.call(
                         "matmul", m=size, n=size, k=size, dtype=dtype, threads=threads, repeats=few
                     )
+                    expected_s = 8 * min(seconds)
                     results.append(
                         context.measured(
                             "matmul",

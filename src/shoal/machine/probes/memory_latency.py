@@ -22,8 +22,6 @@ from shoal.machine.native import library
 from shoal.machine.protocols import ProbeContext
 from shoal.machine.segments import levels
 
-__all__ = ["MemoryLatency", "PointerChain", "footprints"]
-
 LINE = 64
 NAMES = ("l1d", "l2", "l3", "l4")
 

@@ -20,8 +20,6 @@ from shoal.machine import host
 from shoal.machine.native import library
 from shoal.machine.protocols import ProbeContext
 
-__all__ = ["SystemProbe"]
-
 
 @part
 class SystemProbe:

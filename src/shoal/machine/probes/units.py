@@ -24,8 +24,6 @@ from shoal.ir.machine import Measurement
 from shoal.machine.native import library
 from shoal.machine.protocols import ProbeContext
 
-__all__ = ["INSTRUCTIONS", "InstructionTest", "Units", "clock_samples"]
-
 
 @dataclass(frozen=True)
 class InstructionTest:

@@ -48,8 +48,6 @@ from shoal.memory.tiers.tier import TierBlock
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["TensorCache"]
-
 _CHUNK = 4 * 2**20
 _DEPTH = 4096
 _STAMP = "_shoal_stamp"
@@ -343,18 +341,20 @@ class TensorCache(StepHook):
             if not entry.ticket.done():
                 return
             self._going.popleft()
-            if entry.called_off:
-                continue
-            entry.called_off = True  # until it is known to be there
             # An error leads to the graph, and the graph to the entry: it must not have the error.
             ticket, entry.ticket = entry.ticket, None
-            ticket.wait()
-            entry.called_off, entry.stored = False, True
-            entry.live = None
-            self.stats.written_bytes += entry.nbytes
-            self.disk.stats.bytes_in += entry.nbytes
-            if not entry.handles:
-                self._free(entry)
+            try:
+                if not entry.called_off:
+                    entry.called_off = True  # until it is known to be there
+                    ticket.wait()
+                    entry.called_off, entry.stored = False, True
+                    entry.live = None
+                    self.stats.written_bytes += entry.nbytes
+                    self.disk.stats.bytes_in += entry.nbytes
+            finally:
+                # What was let go of while it was being written, whatever came of the write.
+                if not entry.handles:
+                    self._free(entry)
 
     def _arrive(self, scope: Scope, task: int) -> None:
         """The backward pass is at a scope: read ahead what it needs after it."""
@@ -441,11 +441,14 @@ class TensorCache(StepHook):
             self._free(entry)
 
     def _free(self, entry: CacheEntry) -> None:
+        scopes, entry.scopes = entry.scopes, []
+        if not scopes:  # it was freed when its write was called off
+            return
         entry.live = None
         self.disk.free(entry.block)
-        for scope in entry.scopes:
+        for scope in scopes:
             scope.entries.remove(entry)
-        entry.scopes[0].record.entries.pop(entry.key, None)
+        scopes[0].record.entries.pop(entry.key, None)
 
     def _choose(self, record: MicroBatchRecord) -> None:
         """Measure is taken: how much pays."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.places import Tiers
     from shoal.memory.tiers.tier import TierBlock
 
-__all__ = ["LEAST", "OffloadedStorage", "StorageOffload", "TensorPlaceholder"]
-
 LEAST = 4096
 """Bytes of a storage from which it pays to send it away."""
 
@@ -33,10 +31,8 @@ class OffloadedStorage:
 
     Args:
         block: where its bytes are.
-        source: the storage.
 
     Attributes:
-        source: the storage, while it lives.
         leaving: of the copy that frees the device.
         fetched: its bytes, back on the device.
         coming: of the copy that brings them.
@@ -67,7 +63,6 @@ class StorageOffload(ABC, Generic[_A]):
     """Sends storages away and brings them back.
 
     Args:
-        tiers: places and ways.
         spare: bytes of the device that may be filled ahead of their use.
 
     Attributes:

@@ -18,15 +18,6 @@ if TYPE_CHECKING:
 
     from shoal.memory.activations.cache import TensorCache
 
-__all__ = [
-    "Activation",
-    "Keep",
-    "Phase",
-    "ResidentTensor",
-    "in_backward",
-    "weight_of_cast",
-]
-
 Phase = Literal["enter", "leave"]
 
 
@@ -35,11 +26,9 @@ class Activation(Protocol):
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Seconds of a step that are waited for, and bytes that leave the device, as ``disk``."""
-        ...
 
     def notes(self, work: Work, step_s: float) -> tuple[str, ...]:
         """What a plan of a job with steps of so many s should say of it."""
-        ...
 
     def apply(self, model: nn.Module) -> TensorCache | None:
         """What keeps it, for a model in training; None if autograd does.
@@ -47,7 +36,6 @@ class Activation(Protocol):
         Raises:
             ConfigError: it cannot work with this model.
         """
-        ...
 
 
 _NOTHING = Estimate(step_s=Interval.exact(0.0))

@@ -15,17 +15,6 @@ from torch import Tensor
 from shoal.memory.tiers.mover import Ticket
 from shoal.memory.tiers.tier import TierBlock
 
-__all__ = [
-    "CacheEntry",
-    "CacheStats",
-    "MicroBatchRecord",
-    "OffloadExtent",
-    "SavedTensorHandle",
-    "Scope",
-    "ScopeTimes",
-    "choose_cut",
-]
-
 
 @dataclass(slots=True)
 class CacheStats:
@@ -136,7 +125,6 @@ class CacheEntry:
 class _Cache(Protocol):
     def released(self, entry: CacheEntry, *, asked: bool) -> None:
         """A handle of an entry is gone."""
-        ...
 
 
 class SavedTensorHandle:

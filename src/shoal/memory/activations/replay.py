@@ -37,8 +37,6 @@ from shoal.memory.streaming.chain import find_blocks
 if TYPE_CHECKING:
     from shoal.memory.activations.swapping import ActivationSwapping
 
-__all__ = ["ActivationReplay", "Operator", "units_of"]
-
 # A member of a block is a unit of its own if it has at least one in so many of its weights.
 _LARGE = 8
 
@@ -195,7 +193,6 @@ class _Counting(OperatorMode):
     @abc.abstractmethod
     def new(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
         """Do what makes something new, or not."""
-        ...
 
 
 class _First(_Counting):

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from shoal.memory.activations.cache import TensorCache
     from shoal.memory.tiers.mover import EmulatedLink
 
-__all__ = ["SSDTrain", "lifetime_years"]
-
 _SECONDS_A_YEAR = 365.25 * 86400
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.mover import Ticket
     from shoal.memory.tiers.places import StagingRing, Tiers
 
-__all__ = ["ActivationSwapping"]
-
 # Units whose tensors are fetched ahead of their use.
 _AHEAD = 4
 
@@ -61,7 +59,6 @@ class ActivationSwapping(StorageOffload[_Swapped]):
     """Sends storages away and brings them back.
 
     Args:
-        tiers: places and ways.
         spare: bytes of the device that may be filled ahead of their use.
         outgoing: bounce buffers to the disk.
         incoming: bounce buffers from it.

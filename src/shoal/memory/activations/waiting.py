@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.places import Tiers
     from shoal.memory.tiers.tier import TierBlock
 
-__all__ = ["Waiting"]
-
 # Storages before the one that is wanted that are fetched ahead.
 _AHEAD = 4
 
@@ -44,7 +42,6 @@ class Waiting(StorageOffload[_Waits]):
     """Packs and unpacks what autograd saves.
 
     Args:
-        tiers: places and ways.
         spare: bytes of the device that may be filled ahead of their use.
     """
 

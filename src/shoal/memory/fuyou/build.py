@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.memory.tiers.mover import EmulatedLink
 
-__all__ = ["FuyouAssignment", "fuyou_model"]
-
 
 @dataclass(frozen=True)
 class FuyouAssignment:

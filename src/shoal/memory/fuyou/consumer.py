@@ -35,20 +35,12 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.disk import DiskTier
     from shoal.memory.tiers.mover import EmulatedLink
 
-__all__ = ["Consumer", "held_bytes"]
-
 _END_S = 30.0
 _MODULE = "shoal.memory.fuyou.optimizer_process"
 
 
 def held_bytes(numel: int, itemsize: int, states: int) -> int:
-    """Bytes of the host that gradients and staging buffers take, in both processes.
-
-    Args:
-        numel: most elements of a piece.
-        itemsize: of an element.
-        states: of the optimizer.
-    """
+    """Bytes of the host that gradients and staging buffers take, in both processes."""
     return share_of(numel, itemsize) * (SLOTS + STAGED * (1 + states))
 
 

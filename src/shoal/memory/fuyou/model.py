@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
     from shoal.memory.tiers.places import Tiers
 
-__all__ = ["FuyouModel"]
-
 
 class FuyouModel(OffloadedModel):
     """See :class:`~shoal.memory.protocols.TieredModel`; the factor of a step is given before it.

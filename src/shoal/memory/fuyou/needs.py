@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from shoal.ir import Machine, Work
     from shoal.memory.fuyou.part import Fuyou
 
-__all__ = ["FuyouPrediction", "predicted", "staged_bytes"]
-
 _SECTOR = 4096
 _STATES = 2
 # Token ids, tables of the rotation and other small things.

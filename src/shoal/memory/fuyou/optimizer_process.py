@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from shoal.memory.streaming.subgroups import ElementwiseOptimizer
 
-__all__ = ["OptimizerServer", "ParameterLocation", "Setup", "UpdateRequest", "main", "share_of"]
-
 
 class ParameterLocation(NamedTuple):
     """Where one parameter lies.
@@ -63,9 +61,7 @@ class Setup(NamedTuple):
 
     Args:
         rule: how parameters are updated.
-        places: of the parameters.
         memory: descriptor of the common memory.
-        memory_bytes: its size.
         slot_bytes: of one gradient in it.
         numel: most elements of a piece.
         disk: descriptor, directory and capacity of the disk's file, and whether it is direct.

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.memory.protocols import TieredModel
 
-__all__ = ["Fuyou"]
-
 _WORDS = ("auto", "all", "none")
 
 

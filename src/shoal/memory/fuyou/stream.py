@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
     from shoal.memory.tiers.readahead import DiskReadAhead
 
-__all__ = ["ConsumedGroups", "ConsumedStream"]
-
 Phase = Literal["forward", "backward"]
 
 

@@ -19,7 +19,7 @@ MAPPERS = PartTable(
         "hybrid": "shoal.memory.mapping.hybrid:HybridMapper",
     },
     about=(
-        "Which buffer is in fast memory when, and at which address. Chosen by `shoal explain "
+        "When each buffer is in fast memory, and at which address. Chosen by `shoal explain "
         "mapping --mapper`."
     ),
     protocol="shoal.plan.mapping.protocols:Mapper",

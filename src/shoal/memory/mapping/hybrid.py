@@ -20,8 +20,6 @@ from shoal.plan.mapping.layout import Mapping
 from shoal.plan.mapping.native import replayer
 from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 
-__all__ = ["HOT", "HybridMapper"]
-
 HOT = 1e-2
 """Share of the time by which a change may hurt in the beginning."""
 

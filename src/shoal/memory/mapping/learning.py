@@ -16,8 +16,6 @@ from shoal.plan.mapping.native import FAST, GameRecord, Native
 if TYPE_CHECKING:
     from shoal.memory.mapping.muzero import MuZero
 
-__all__ = ["MuZeroLearner"]
-
 # Of the games of a round, the share that begins with a part of the best game.
 _CONTINUED = 0.5
 # Old games that a round looks at again.
@@ -30,11 +28,6 @@ _KEPT = 256
 
 class MuZeroLearner:
     """One agent on one program.
-
-    Args:
-        options: of the agent.
-        native: the program.
-        seed: of everything random.
 
     Attributes:
         best: the best game that was ever seen.

@@ -13,7 +13,7 @@ from shoal.core.config import Kind
 from shoal.core.errors import MissingExtraError
 from shoal.core.parts import Choice, part
 from shoal.core.sizes import Size, human_bytes
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.ir import Explanation, Machine, Progress
 from shoal.memory.mapping import MAPPERS
 from shoal.plan.mapping.layout import ACTIONS, Mapping
@@ -21,17 +21,15 @@ from shoal.plan.mapping.picture import picture
 from shoal.plan.mapping.program import TICK_S, MappingProgram, TierSpec
 from shoal.plan.mapping.samples import random_program, strassen
 
-__all__ = ["MappingStudy"]
-
 _ROWS = 16
 _SHADES = " ░▒▓█"
 
 
 @part
 class MappingStudy:
-    """Map the buffers of a program to a small fast memory: what is copied when, and where it lies.
+    """Map the buffers of a program to a small fast memory: copies, times and addresses.
 
-    The time is modelled; `greedy`, the way of a compiler, is shown beside what was asked for.
+    The time is modelled; `greedy`, as in compilers, is shown for comparison.
 
     **Examples**
 
@@ -222,7 +220,7 @@ def _blocks(found: Sequence[Mapping]) -> list[Table | str]:
             title="modelled time",
             columns=("mapper", "us", "of all slow"),
             rows=tuple(
-                (name, f"{1e6 * TICK_S * ticks:.4g}", f"{100 * ticks / c.all_slow:.1f} %")
+                (name, digits(1e6 * TICK_S * ticks), f"{100 * ticks / c.all_slow:.1f} %")
                 for name, ticks in rows
             ),
             right=" rr",

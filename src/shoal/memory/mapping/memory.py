@@ -8,15 +8,12 @@ import torch
 from shoal.memory.mapping.networks import GameBatch
 from shoal.plan.mapping.native import GameRecord
 
-__all__ = ["Games"]
-
 
 class Games:
     """The last and the best games of one program.
 
     Args:
         unit: ticks that are a reward of 1.
-        discount: of later rewards.
         horizon: decisions whose rewards a value target counts before it asks the search.
         unroll: decisions that a batch follows.
         most: games that are kept.

@@ -24,8 +24,6 @@ from shoal.plan.mapping.layout import Mapping
 from shoal.plan.mapping.native import Native, mapping_of
 from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 
-__all__ = ["MuZero"]
-
 
 @part
 class MuZero:

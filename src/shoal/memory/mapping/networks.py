@@ -21,8 +21,6 @@ from torch.nn import functional as F
 from shoal.plan.mapping.native import NetworkWeights
 from shoal.plan.mapping.observation import OBSERVED
 
-__all__ = ["GameBatch", "Networks"]
-
 # Of the three losses, against each other.
 _VALUE, _REWARD = 1.0, 4.0
 
@@ -50,9 +48,6 @@ class Networks(nn.Module):
     """The three networks.
 
     Args:
-        hidden: width of hidden layers.
-        latent: width of a state.
-        discount: of later rewards.
         generator: of first weights.
     """
 

@@ -11,8 +11,6 @@ from shoal.memory.mapping.trace import Speed, TracedProgram, trace
 from shoal.plan.mapping.program import MappingProgram
 from shoal.plan.mapping.samples import random_program, strassen
 
-__all__ = ["MODELS", "SPEED", "sample", "samples", "traced_sample"]
-
 # A processor of 1 TFLOP/s behind 20 GB/s: many operators wait for memory, products do not.
 SPEED = Speed(matmul_flops=1e12, vector_flops=1e11)
 
@@ -116,12 +114,7 @@ MODELS = ("mlp", "attention", "resnet", "lstm", "vit")
 
 
 def sample(name: str, *, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """One of :data:`MODELS` with random weights, and inputs for it.
-
-    Args:
-        name: of the model.
-        seed: of weights and inputs.
-    """
+    """One of :data:`MODELS` with random weights, and inputs for it."""
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         made: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {

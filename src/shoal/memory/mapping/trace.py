@@ -24,8 +24,6 @@ from shoal.core.errors import PlanError
 from shoal.kernel.operators import tensors_in
 from shoal.plan.mapping.program import Buffer, BufferAccess, MappingProgram, ProgramInstruction
 
-__all__ = ["Speed", "TracedProgram", "trace"]
-
 
 @dataclass(frozen=True)
 class Speed:
@@ -248,10 +246,6 @@ def _seconds(node: Node, speed: Speed) -> float:
 
 def measured(traced: TracedProgram, *, repeats: int = 5) -> TracedProgram:
     """The same program with the median seconds that every operator takes here.
-
-    Args:
-        traced: with real weights and inputs.
-        repeats: runs of the whole model.
 
     Raises:
         PlanError: the weights are on the meta device.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.memory.protocols import TieredModel
 
-__all__ = ["DeepOptimizerStates"]
-
 _UPDATE_BYTES = 28
 _SECTOR = 4096
 # Sub-groups of an update that an estimate plays.

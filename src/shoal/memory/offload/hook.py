@@ -15,15 +15,9 @@ if TYPE_CHECKING:
 
     from shoal.memory.protocols import TieredModel
 
-__all__ = ["OffloadHook"]
-
 
 class OffloadHook(StepHook):
-    """Brings a model's state to the device around passes, and reports what its tiers held.
-
-    Args:
-        offloaded: the model's state in tiers, which updates itself.
-    """
+    """Brings a model's state to the device around passes, and reports what its tiers held."""
 
     kind = "offload"
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from shoal.memory.streaming.subgroups import ElementwiseOptimizer
 
-__all__ = ["InterleavedUpdater", "Workers", "rates_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
@@ -212,9 +210,6 @@ class InterleavedUpdater:
 
     def step(self, factor: float = 1.0) -> None:
         """Update every sub-group once; the parameters on the device are new when it returns.
-
-        Args:
-            factor: scales the learning rate.
 
         Raises:
             ShoalError: what went wrong on the way or on the host.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shoal.memory.streaming.subgroups import ElementwiseOptimizer
     from shoal.plan.memory.stride import UpdatePattern
 
-__all__ = ["InterleavedModel", "interleaved_model"]
-
 
 class InterleavedModel(WholeModel):
     """See :class:`~shoal.memory.protocols.TieredModel`.
@@ -31,8 +29,6 @@ class InterleavedModel(WholeModel):
     Args:
         model: on the device.
         tiers: what is counted.
-        update: the optimizer.
-        comm: ranks that hold the same model.
     """
 
     overlap = True

@@ -16,17 +16,6 @@ from shoal.core.traits import traits
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
 
-__all__ = [
-    "LEAST_BUDGET",
-    "UNLIMITED",
-    "Count",
-    "check_least",
-    "place_of",
-    "refuse",
-    "refuse_streamed",
-    "short_budgets",
-]
-
 LEAST_BUDGET = 2**20
 """Bytes that a budget has at least."""
 

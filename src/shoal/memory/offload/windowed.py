@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.memory.protocols import TieredModel
 
-__all__ = ["SuperpipelineOffload"]
-
 _ROOM = 4 * 2**30  # bytes of activations where no budget is given
 
 

@@ -18,16 +18,12 @@ if TYPE_CHECKING:
     from shoal.memory.streaming.superpipeline import SuperpipelineModel
     from shoal.memory.tiers.places import Tiers
 
-__all__ = ["WindowedModel", "fill"]
-
 
 class WindowedModel(WholeModel):
     """See :class:`~shoal.memory.protocols.TieredModel`.
 
     Args:
         wrapped: the model and its window.
-        comm: data-parallel ranks, each with everything.
-        optimizer: a part of kind ``optimizer``.
         tiers: places; the window's device is one of them.
     """
 

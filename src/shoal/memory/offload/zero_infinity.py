@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.memory.protocols import TieredModel
 
-__all__ = ["ZeroInfinity"]
-
 
 @part
 class ZeroInfinity:

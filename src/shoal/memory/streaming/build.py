@@ -27,8 +27,6 @@ from shoal.memory.tiers.places import StagingRing, TierRow, Tiers, chunks, make_
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
 
-__all__ = ["TierAssignment", "check_device", "move", "offloaded"]
-
 # A parameter on the device while it is used backward: itself, its gradient, and one more of it.
 _COPIES = 3
 # A layer is cut where its operator would take more than this part of the device.
@@ -42,8 +40,6 @@ class TierAssignment:
     """Where everything should be.
 
     Args:
-        device_bytes: budget of the device.
-        host_bytes: budget of the host; None for what is needed.
         param: tier of parameters.
         optim: tier of gradients and optimizer state.
         act: tier of what autograd saves.

@@ -18,8 +18,6 @@ from shoal.core.errors import ModelError, require
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BlockChain", "find_blocks", "find_chain"]
-
 _MOST = 0.5
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
     from shoal.memory.tiers.places import StagingRing, Tiers
 
-__all__ = ["GradientStream"]
-
 # Gradients that are summed over the ranks while the next one is computed.
 _SUMMING = 1
 
@@ -41,7 +39,6 @@ class GradientStream:
     """Sends gradients to their homes.
 
     Args:
-        tiers: places and ways.
         comm: the ranks that sum them; None for one rank alone.
         outgoing: staging buffers.
         scratch: one more, for what gradients are added to.

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shoal.memory.tiers.disk import DiskTier
 from shoal.memory.tiers.offloaded_parameter import ParameterShard
 
-__all__ = ["PartialParameter", "init_sharded", "part_of"]
-
 
 class PartialParameter:
     """What is kept of a parameter while its model is put together.
@@ -28,8 +26,6 @@ class PartialParameter:
     Args:
         cut: this rank's part.
         values: its elements, in a file.
-        rank: this one.
-        world: ranks that share it.
     """
 
     def __init__(self, cut: ParameterShard, values: Tensor, rank: int, world: int) -> None:
@@ -51,12 +47,6 @@ def init_sharded(
     A module's parameters go as soon as it is given to the module that it is part of; so at no time
     there is more in memory than the largest of them. What a module does to the parameters of its
     own is done by then; others cannot change them any more.
-
-    Args:
-        place: directory of the file.
-        capacity: bytes of all parameters of this rank.
-        rank: this one.
-        world: ranks that share the model.
 
     Raises:
         MachineError: the directory cannot be written.

@@ -16,19 +16,6 @@ from shoal.cost.price.shares import microbatch_of, passes_of
 if TYPE_CHECKING:
     from shoal.ir import Machine, ModelShape, Work
 
-__all__ = [
-    "HOST_OF_A_GPU",
-    "SMALL",
-    "MemoryNeeds",
-    "Staging",
-    "disk_bandwidth",
-    "efficiency",
-    "needs",
-    "peak_flops",
-    "sizes",
-    "vectors",
-]
-
 SMALL = 2**13
 """Elements below which a parameter stays in host memory: a transfer would be all overhead."""
 
@@ -265,13 +252,7 @@ def _saved_on_host(work: Work) -> float:
 
 
 def efficiency(flops_per_byte: float, bandwidth: float, peak: float) -> float:
-    """Share of the time that computes: equation 6 of the paper.
-
-    Args:
-        flops_per_byte: operations for each byte moved.
-        bandwidth: of the tier, B/s.
-        peak: operations per second of the device.
-    """
+    """Share of the time that computes: equation 6 of the paper."""
     moved = flops_per_byte * bandwidth
     return moved / (moved + peak)
 

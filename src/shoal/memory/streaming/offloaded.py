@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
     from shoal.memory.tiers.places import Tiers
 
-__all__ = ["OffloadedModel"]
-
 
 class OffloadedModel:
     """See :class:`~shoal.memory.protocols.TieredModel`.
@@ -33,7 +31,6 @@ class OffloadedModel:
         tiers: places and ways.
         stream: brings parameters and takes gradients.
         update: the optimizer.
-        comm: the ranks that share the parameters.
         tiles: parameters that are boxes of others.
     """
 

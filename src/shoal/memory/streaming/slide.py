@@ -16,8 +16,6 @@ from shoal.core.errors import PlanError, require
 from shoal.core.sizes import human_bytes
 from shoal.memory.tiers.tier import TierAllocator
 
-__all__ = ["Cell", "Rehearsal", "Slide", "WindowMove", "choose", "rehearse", "sweep"]
-
 _ROUNDS = 3
 _AS_FAST = 1.02  # what is nearer than this is no slower
 _BACKWARD = 2.0  # times of a block's forward pass

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.mover import Ticket
     from shoal.memory.tiers.places import Place, StagingRing, Tiers
 
-__all__ = ["ParameterStream"]
-
 # Views and transpositions: a tensor that these make of a cast parameter has all of its elements.
 _REORDERED = ("TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
 
@@ -138,12 +136,7 @@ class ParameterStream(GradientStream):
 
     @contextlib.contextmanager
     def passes(self, name: str, *inputs: Tensor | None) -> Iterator[None]:
-        """Around all passes of one kind: those of a step, or those that score.
-
-        Args:
-            name: of the kind; passes of one name use parameters in one order.
-            inputs: tensors made outside that the passes use.
-        """
+        """Around all passes of one kind: those of a step, or those that score."""
         scope = self.tiers.scope
         for tensor in inputs:
             if tensor is not None:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
     from shoal.memory.tiers.places import StagingRing, TierRow, Tiers
 
-__all__ = ["ElementwiseOptimizer", "SubGroups", "elementwise"]
-
 
 class ElementwiseOptimizer(Protocol):
     """An optimizer that updates every element by itself."""
@@ -54,7 +52,6 @@ class ElementwiseOptimizer(Protocol):
             factor: scales the learning rate.
             matrix: they are elements of a matrix.
         """
-        ...
 
 
 def elementwise(optimizer: object, where: str) -> ElementwiseOptimizer:
@@ -85,9 +82,6 @@ class SubGroups:
     """See :class:`~shoal.train.protocols.Updater`.
 
     Args:
-        homes: what is updated.
-        optimizer: how.
-        tiers: places and ways.
         numel: most elements of a sub-group, a multiple of 2**14.
         ring: staging buffers, each for weight, gradient and state of a sub-group.
     """

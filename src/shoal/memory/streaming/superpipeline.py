@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.mover import EmulatedLink
     from shoal.memory.tiers.tier import BudgetedTier, TierBlock
 
-__all__ = ["SuperpipelineModel", "SuperpipelineReport", "wrap"]
-
 
 @dataclass(frozen=True)
 class SuperpipelineReport:
@@ -139,7 +137,6 @@ class SuperpipelineModel:
     """A wrapped model; see :func:`wrap`.
 
     Attributes:
-        model: the model.
         tier: where its weights lie when it computes.
         slide: the window; None before ``auto`` has chosen.
     """

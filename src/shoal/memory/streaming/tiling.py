@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from shoal.core.errors import require
 
-__all__ = ["Tile", "TiledLinear", "tile"]
-
 
 class Tile(NamedTuple):
     """A parameter that is a box of another one.
@@ -22,7 +20,6 @@ class Tile(NamedTuple):
     Args:
         whole: name of the parameter that it is cut from.
         offset: where it begins there.
-        size: its own shape.
         shape: of the whole parameter.
     """
 
@@ -39,9 +36,6 @@ class TiledLinear(nn.Module):
     of it on the device, its gradient, and no more.
 
     Args:
-        in_features: of the layer.
-        out_features: of the layer.
-        bias: whether it has one.
         in_splits: parts of the input; their products are added.
         out_splits: parts of the output; they stand behind each other.
 

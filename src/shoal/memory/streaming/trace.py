@@ -9,8 +9,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["PassTrace"]
-
 _T = TypeVar("_T")
 
 

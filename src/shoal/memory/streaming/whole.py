@@ -18,17 +18,9 @@ if TYPE_CHECKING:
     from shoal.memory.streaming.tiling import Tile
     from shoal.memory.tiers.places import Tiers
 
-__all__ = ["WholeModel", "replace_parameter"]
-
 
 class WholeModel(ABC):
-    """What such models share of :class:`~shoal.memory.protocols.TieredModel`.
-
-    Args:
-        model: all of it.
-        tiers: what is counted.
-        comm: ranks that hold the same model.
-    """
+    """What such models share of :class:`~shoal.memory.protocols.TieredModel`."""
 
     def __init__(self, model: nn.Module, tiers: Tiers, comm: Comm) -> None:
         self.model, self.tiers = model, tiers

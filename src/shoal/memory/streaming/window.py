@@ -27,8 +27,6 @@ from shoal.memory.tiers.tier import BudgetedTier, TierBlock
 if TYPE_CHECKING:
     from shoal.memory.streaming.chain import BlockChain
 
-__all__ = ["BlockView", "HostBlock", "Window", "WindowStats", "packed_bytes", "pin"]
-
 _ALIGNMENT = 64  # bytes: as torch aligns tensors, so that kernels take the same path
 
 
@@ -36,7 +34,6 @@ class BlockView(NamedTuple):
     """A view of a block's weights, wherever the block lies.
 
     Args:
-        block: number of the block.
         offset: bytes from its beginning.
         dtype: of the view.
         shape: of the view.

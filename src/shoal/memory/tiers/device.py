@@ -25,8 +25,6 @@ from shoal.core.sizes import human_bytes
 from shoal.kernel.operators import OperatorMode, tensors_in
 from shoal.memory.tiers.tier import BudgetedTier
 
-__all__ = ["DeviceScope"]
-
 _NAMED = 3
 # Asked where a parameter gets other memory; it looks at no numbers.
 _SWAP = torch.ops.aten._has_compatible_shallow_copy_type.default

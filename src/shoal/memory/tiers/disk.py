@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from shoal.memory.tiers.mover import EmulatedLink
 
-__all__ = ["SECTOR", "DiskTier", "staging"]
-
 SECTOR = 4096
 """Bytes: what a transfer past the cache begins at and consists of."""
 

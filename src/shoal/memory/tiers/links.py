@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.mover import Mover
     from shoal.memory.tiers.places import Tiers
 
-__all__ = ["rates_of"]
-
 
 def rates_of(tiers: Tiers) -> dict[str, float]:
     """Bytes per second of the four ways of :class:`Tiers`, each by itself while the others rest.

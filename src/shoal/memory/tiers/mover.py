@@ -25,15 +25,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["EmulatedLink", "Mover", "Ticket", "copied", "end_of_work"]
-
 
 @dataclass
 class EmulatedLink:
     """A way that is no faster than its set rate; several movers may share one.
 
     Args:
-        bytes_per_s: its bandwidth.
         latency_s: of every transfer.
     """
 

@@ -23,16 +23,12 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.mover import Ticket
     from shoal.memory.tiers.places import TierRow
 
-__all__ = ["OffloadedParameter", "ParameterShard"]
-
 
 class ParameterShard:
     """What one rank has of a parameter.
 
     Args:
         shape: of the whole parameter.
-        rank: this one.
-        world: ranks that share it.
         owner: the rank that has all of it; None where all have a part.
 
     Attributes:
@@ -90,7 +86,6 @@ class OffloadedParameter:
     """One parameter away from the device.
 
     Args:
-        name: in the model.
         parameter: itself; while it is not on the device, what it has now: nothing, in its shape.
         cut: this rank's part.
         weight: its elements.

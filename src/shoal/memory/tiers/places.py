@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = [
-    "DiskRow",
-    "MemoryRow",
-    "Place",
-    "StagingRing",
-    "TierRow",
-    "Tiers",
-    "chunks",
-    "make_row",
-]
-
 Place = Literal["device", "host", "disk"]
 
 
@@ -74,24 +63,18 @@ class TierRow(Protocol):
 
     def take(self, first: int, count: int, slot: Tensor | None) -> Tensor:
         """``count`` elements from ``first``: where they lie, or read into ``slot``."""
-        ...
 
     def give(self, first: int, values: Tensor, slot: Tensor | None) -> None:
         """Keep ``values``, which :meth:`take` gave, or which are the beginning of ``slot``."""
-        ...
 
     def shown(self) -> Tensor:
         """All elements, for a single pass over them; may be written."""
-        ...
 
 
 class MemoryRow:
     """See :class:`TierRow`.
 
     Args:
-        tier: host or device.
-        numel: elements.
-        dtype: of them.
         tag: what they are.
     """
 
@@ -119,9 +102,6 @@ class DiskRow:
     """See :class:`TierRow`; elements are read and written by whole sectors, from sector bounds.
 
     Args:
-        tier: the disk.
-        numel: elements.
-        dtype: of them.
         tag: what they are.
 
     Attributes:
@@ -161,9 +141,6 @@ class Tiers:
     """Device, host and disk of one rank, with their movers.
 
     Args:
-        device: where it computes.
-        device_bytes: budget of the device.
-        host_bytes: budget of the host.
         disk_bytes: budget of the disk; 0 for none.
         path: directory of the disk's file.
         links: mover -> what holds it to a rate; movers are read, up, down and write.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
     from shoal.memory.tiers.places import StagingRing, TierRow
 
-__all__ = ["DiskReadAhead", "UpdatedRow"]
-
 
 class UpdatedRow:
     """A disk row that the other process writes; see :class:`~shoal.memory.tiers.places.TierRow`.

@@ -18,8 +18,6 @@ from shoal.memory.tiers.mover import EmulatedLink
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SharedLink", "SharedPages"]
-
 
 class SharedPages:
     """Bytes that are whole pages.

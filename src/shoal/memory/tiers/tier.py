@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["ALIGNMENT", "BudgetedTier", "TierAllocator", "TierBlock", "TierStats"]
-
 ALIGNMENT = 256
 """Bytes: blocks of memory begin at a multiple of this, whatever is put there."""
 
@@ -35,8 +33,6 @@ class TierBlock:
     """Bytes of a tier that have an owner.
 
     Args:
-        start: where they begin.
-        nbytes: how many were asked for.
         tag: what for, as errors and reports name it.
     """
 

@@ -27,8 +27,6 @@ from shoal.plan.serving.small_device import SmallDevice, layers_share
 from shoal.plan.trees.auto import AutoTree
 from shoal.plan.trees.drafting import RowCosts
 
-__all__ = ["DecodeStudy"]
-
 _ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
 _NODES = (1, 2, 4, 8, 12, 16, 24, 32)
 _LINK_GB_S, _LINK_US = 8.0, 20.0
@@ -36,9 +34,9 @@ _LINK_GB_S, _LINK_US = 8.0, 20.0
 
 @part
 class DecodeStudy:
-    """How many guesses should a step verify? No torch is needed, and nothing runs.
+    """Choose the number of draft tokens that a step verifies. Nothing runs, and no torch is needed.
 
-    The drafter's own calibration says how many tokens a step gives, and the table what it costs.
+    The drafter's calibration gives the expected tokens of a step, and the cost table its time.
 
     **Examples**
 
@@ -150,7 +148,7 @@ class DecodeStudy:
         blocks.append(
             sentence(config.name, measured)
             if measured
-            else "no whole answers were measured on this machine; to see what pays: "
+            else "speculative decoding has not been measured on this machine; to compare methods: "
             + how_to(config.name, self.model or "TARGET", drafter)
         )
         return Explanation(
@@ -266,7 +264,8 @@ class DecodeStudy:
                   for name, source in sources.items()),
                 sentence("dovetail", measured)
                 if measured
-                else "whole answers were not measured with such a device; to see what pays: "
+                else "speculative decoding has not been measured with such a device; to compare "
+                "methods: "
                 + how_to("dovetail", self.model, best.name),
                 "plain decoding is as fast as the best of these; leave speculative out"
                 if snippet is None
@@ -317,7 +316,7 @@ def _configs(drafters: Sequence[str], shape: ModelShape, model: str) -> dict[str
             )
         if not config.calibration:
             raise ModelError(
-                f"{path}: no calibration, so nobody knows how often it is right; train it again "
+                f"{path}: no calibration, so its acceptance rate is unknown; train it again "
                 "with job: drafter, which judges it"
             )
         first = next(iter(configs.values()))
@@ -329,7 +328,7 @@ def _configs(drafters: Sequence[str], shape: ModelShape, model: str) -> dict[str
         ):
             if given != wanted:
                 raise ModelError(
-                    f"{path}: trained for the {what} {given or 'none'}, and the target's is "
+                    f"{path}: trained for {what} {given or 'none'}, but the target has "
                     f"{wanted or 'none'}; give --model and drafters of one target"
                 )
     return configs

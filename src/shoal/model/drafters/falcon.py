@@ -25,8 +25,6 @@ from shoal.model.linear import DispatchedLinear
 from shoal.model.rope import frequencies, tables_at
 from shoal.model.transformer import TransformerBlock
 
-__all__ = ["SemiAutoregressive", "State", "relaxed_mask"]
-
 State = tuple[Tensor, Tensor]
 """What an LSTM hands on: two tensors [layers, B, D]."""
 
@@ -51,13 +49,7 @@ def relaxed_mask(length: int, k: int, dtype: torch.dtype, *, shift: int = 0) -> 
 
 
 class SemiAutoregressive(nn.Module):
-    """LSTM layers, then a block of the target's kind.
-
-    Args:
-        config: of the target.
-        k: features of one pass.
-        lstm_layers: LSTM layers.
-    """
+    """LSTM layers, then a block of the target's kind."""
 
     def __init__(self, config: ModelConfig, k: int, lstm_layers: int = 2) -> None:
         super().__init__()

@@ -28,19 +28,6 @@ from shoal.core.files import write_atomic, write_dir_atomic, write_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "CONFIG",
-    "WEIGHTS",
-    "DrafterConfig",
-    "StoredDrafter",
-    "check_target",
-    "fingerprint",
-    "read",
-    "read_config",
-    "tokenizer_hash",
-    "write",
-]
-
 CONFIG = "drafter.json"
 WEIGHTS = "drafter.safetensors"
 
@@ -58,11 +45,8 @@ class DrafterConfig(Value):
 
     Args:
         name: the kind of drafter, a part of kind ``drafter``.
-        options: of that part.
         target: fingerprint of the target's weights.
         tokenizer: hash of the target's tokenizer; empty where its directory has none.
-        vocab_size: of the target.
-        hidden: width of the target.
         calibration: [k][i] = how often guess i of level k was what the target said, on text that
             was not trained on; level 0 is the first token that is guessed.
     """
@@ -179,7 +163,9 @@ def read_config(directory: Path) -> DrafterConfig:
     path = directory / CONFIG
     try:
         if path.stat().st_size > _MAX_CONFIG:
-            raise ModelError(f"{path}: larger than {_MAX_CONFIG >> 20} MiB; that is no config")
+            raise ModelError(
+                f"{path}: larger than {_MAX_CONFIG >> 20} MiB, too large for a configuration"
+            )
         return parse(DrafterConfig, json.loads(path.read_bytes()), where=str(path))
     except FileNotFoundError as cause:
         raise _missing(cause) from None

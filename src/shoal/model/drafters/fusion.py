@@ -18,16 +18,9 @@ from shoal.model.config import ModelConfig
 from shoal.model.rope import frequencies, tables_at
 from shoal.model.transformer import TransformerBlock
 
-__all__ = ["FusionDrafter"]
-
 
 class FusionDrafter(nn.Module):
-    """Gate and layers; embedding and head are the target's own. One feature a pass, k = 1.
-
-    Args:
-        config: of the target.
-        layers: M.
-    """
+    """Gate and layers; embedding and head are the target's own. One feature a pass, k = 1."""
 
     def __init__(self, config: ModelConfig, layers: int) -> None:
         super().__init__()
@@ -88,12 +81,6 @@ class FusionDrafter(nn.Module):
         return x_BTD
 
     def forward(self, features_BTD: Tensor, embeds_BTD: Tensor, *, shift: int = 0) -> Tensor:
-        """The features one place further of every place, from the true ones: a training pass.
-
-        Args:
-            features_BTD: f_i.
-            embeds_BTD: of the token at i + 1.
-            shift: blocks of one place have none.
-        """
+        """The features one place further of every place, from the true ones: a training pass."""
         x_BTD, _ = self.mixed(features_BTD, embeds_BTD)
         return self.seen(x_BTD, torch.arange(x_BTD.shape[1]), None)

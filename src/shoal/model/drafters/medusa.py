@@ -13,16 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MedusaHead", "MedusaHeads"]
-
 
 class MedusaHead(nn.Module):
-    """``W2 (h + SiLU(W1 h + b))``, W1 zero and W2 the target's output matrix to begin with.
-
-    Args:
-        hidden: D.
-        vocab_size: V.
-    """
+    """``W2 (h + SiLU(W1 h + b))``, W1 zero and W2 the target's output matrix to begin with."""
 
     def __init__(self, hidden: int, vocab_size: int) -> None:
         super().__init__()
@@ -40,13 +33,7 @@ class MedusaHead(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """All heads of a target.
-
-    Args:
-        num_heads: K.
-        hidden: D.
-        vocab_size: V.
-    """
+    """All heads of a target."""
 
     def __init__(self, num_heads: int, hidden: int, vocab_size: int) -> None:
         super().__init__()
@@ -54,12 +41,7 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def of(cls, output_VD: Tensor, num_heads: int) -> MedusaHeads:
-        """Fresh heads, each of which says what the target's own head says.
-
-        Args:
-            output_VD: the target's output matrix.
-            num_heads: K.
-        """
+        """Fresh heads, each of which says what the target's own head says."""
         made = cls(num_heads, output_VD.shape[1], output_VD.shape[0])
         with torch.no_grad():
             for head in made.heads:

@@ -14,17 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PromptTokens", "prompt_mask", "prompt_positions"]
-
 
 class PromptTokens(nn.Module):
-    """The embeddings.
-
-    Args:
-        prompts: m.
-        ensemble: E.
-        hidden: D.
-    """
+    """The embeddings."""
 
     def __init__(self, prompts: int, ensemble: int, hidden: int) -> None:
         super().__init__()

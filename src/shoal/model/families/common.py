@@ -13,16 +13,6 @@ from shoal.core.errors import ModelError
 from shoal.core.parts import explain
 from shoal.model.config import ModelConfig
 
-__all__ = [
-    "Names",
-    "ParameterPiece",
-    "attention_names",
-    "dense_names",
-    "read_common",
-    "refuse",
-    "write_common",
-]
-
 
 @dataclass(frozen=True)
 class ParameterPiece:
@@ -30,10 +20,6 @@ class ParameterPiece:
 
     The elements of a parameter, in memory order, are those of its pieces one after the
     other; so a fused matrix is its parts below each other.
-
-    Args:
-        name: its Hugging Face name.
-        shape: its Hugging Face shape.
     """
 
     name: str

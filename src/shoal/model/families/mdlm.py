@@ -17,8 +17,6 @@ from shoal.core.parts import part
 from shoal.model.config import ModelConfig
 from shoal.model.families import common
 
-__all__ = ["MaskedDiffusion"]
-
 
 @part
 class MaskedDiffusion:

@@ -12,8 +12,6 @@ from shoal.core.parts import part, table
 from shoal.model.config import ModelConfig
 from shoal.model.families import common
 
-__all__ = ["Mixtral"]
-
 
 @part
 class Mixtral:

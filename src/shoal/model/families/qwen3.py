@@ -12,8 +12,6 @@ from shoal.core.parts import part
 from shoal.model.config import ModelConfig
 from shoal.model.families import common
 
-__all__ = ["Qwen3"]
-
 
 @part
 class Qwen3:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from shoal.model.routing import RoutingRequest, RoutingResult
 
-__all__ = ["BaseGate", "best_of"]
-
 
 class BaseGate:
     """A gate with one score for each expert."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from shoal.model.routing import RoutingRequest, RoutingResult
 
-__all__ = ["ExpertChoice"]
-
 
 @part
 class ExpertChoice(BaseGate):
@@ -30,7 +28,6 @@ class ExpertChoice(BaseGate):
     decodes: ClassVar[bool] = False
 
     def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
-        """See :class:`~shoal.model.protocols.Gate`."""
         import torch
 
         from shoal.model.routing import RoutingResult

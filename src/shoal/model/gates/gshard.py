@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from shoal.model.routing import RoutingRequest, RoutingResult
 
-__all__ = ["GShard"]
-
 
 @part
 class GShard(BaseGate):
@@ -29,7 +27,6 @@ class GShard(BaseGate):
     top: ClassVar[int | None] = 2
 
     def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
-        """See :class:`~shoal.model.protocols.Gate`."""
         import torch
 
         routed = best_of(logits_NE.softmax(-1), asked._replace(normalise=True))

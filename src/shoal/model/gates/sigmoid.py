@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from shoal.model.routing import RoutingRequest, RoutingResult
 
-__all__ = ["Sigmoid"]
-
 _BIAS = "router_bias"
 
 
@@ -43,7 +41,6 @@ class Sigmoid(BaseGate):
         return {_BIAS: (num_experts,), **BaseGate.shapes(self, hidden, num_experts)}
 
     def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
-        """See :class:`~shoal.model.protocols.Gate`."""
         score_NE = logits_NE.sigmoid()
         routed = best_of(score_NE, asked, score_NE.detach() + asked.own[_BIAS].detach())
         return routed._replace(shares=score_NE / score_NE.sum(-1, keepdim=True))

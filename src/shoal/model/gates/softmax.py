@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 
     from shoal.model.routing import RoutingRequest, RoutingResult
 
-__all__ = ["Softmax"]
-
 
 @part
 class Softmax(BaseGate):
     """The experts of the highest probabilities, which are made to add up to 1; Mixtral's."""
 
     def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
-        """See :class:`~shoal.model.protocols.Gate`."""
         return best_of(logits_NE.softmax(-1), asked)

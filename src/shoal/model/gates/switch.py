@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from shoal.model.routing import RoutingRequest, RoutingResult
 
-__all__ = ["Switch"]
-
 
 @part
 class Switch(BaseGate):
@@ -28,5 +26,4 @@ class Switch(BaseGate):
     top: ClassVar[int | None] = 1
 
     def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
-        """See :class:`~shoal.model.protocols.Gate`."""
         return best_of(logits_NE.softmax(-1), asked._replace(normalise=False))

@@ -16,8 +16,6 @@ from shoal.model.gates.softmax import Softmax
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["XMoE"]
-
 _EXPERTS, _TEMPERATURE = "router_experts", "router_temperature"
 # Below it a softmax is a choice, and its gradient rounding.
 _COLDEST = 0.01

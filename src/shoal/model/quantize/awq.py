@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shoal.kernel.protocols import PackedMatrix
     from shoal.model.quantize.inputs import Inputs
 
-__all__ = ["AWQ"]
-
 # Rows over which a value of alpha is judged: their mean differs little from that of all.
 _JUDGED_ROWS = 1024
 

@@ -28,8 +28,6 @@ from shoal.model.quantize.stored import stack
 from shoal.model.rope import tables
 from shoal.model.transformer import Transformer, TransformerBlock
 
-__all__ = ["QuantizedModel", "quantize"]
-
 # Tokens that pass through a block at a time.
 _BATCH_TOKENS = 8192
 

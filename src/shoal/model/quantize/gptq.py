@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shoal.kernel.protocols import PackedMatrix
     from shoal.model.quantize.inputs import Inputs
 
-__all__ = ["GPTQ"]
-
 _BLOCK = 128
 # Times that lambda is raised tenfold before a matrix counts as no Gram matrix.
 _TRIES = 6

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Inputs"]
-
 
 class Inputs:
     """Sums over the inputs of one layer.

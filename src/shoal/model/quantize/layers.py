@@ -16,8 +16,6 @@ from shoal.model.lowbit import LowBitLinear
 from shoal.model.quantize.stored import rows_of, stack
 from shoal.model.transformer import Transformer
 
-__all__ = ["LowBitExperts", "pack", "packed_of", "replace"]
-
 
 class LowBitExperts(Experts):
     """Experts whose matrices are packed.
@@ -77,10 +75,6 @@ def replace(model: Transformer, packed: Mapping[str, PackedMatrix]) -> None:
 
 def pack(model: Transformer, text: str) -> Transformer:
     """Round the matrices of a model's blocks to the nearest of a format, in place.
-
-    Args:
-        model: its other parameters stay; matrices that are packed already stay too.
-        text: weight format, such as ``int4-g128``.
 
     Raises:
         KernelError: no such format, or it refuses a matrix; names it.

@@ -11,8 +11,6 @@ from torch import Tensor
 from shoal.kernel.formats.base import BaseFormat
 from shoal.kernel.protocols import PackedMatrix
 
-__all__ = ["SHARES", "best_grid", "rounded"]
-
 # Of the largest magnitude, what is still represented.
 SHARES = tuple(1 - step / 50 for step in range(11))
 

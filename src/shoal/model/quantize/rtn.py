@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from shoal.kernel.protocols import PackedMatrix
     from shoal.model.quantize.inputs import Inputs
 
-__all__ = ["RoundToNearest"]
-
 
 @part
 class RoundToNearest:

@@ -29,8 +29,6 @@ from shoal.kernel.formats.base import BaseFormat
 from shoal.kernel.formats.bits import pack, row_bytes, unpack
 from shoal.kernel.protocols import PackedMatrix
 
-__all__ = ["METHODS", "Scheme", "rows_of", "scheme_of", "stack", "tensors_of"]
-
 Shape = tuple[int, ...]
 
 
@@ -49,7 +47,6 @@ class Scheme(Protocol):
         Raises:
             KernelError: a matrix of that shape cannot be packed so.
         """
-        ...
 
     def packed(self, n: int, k: int, tensors: Mapping[str, Tensor]) -> PackedMatrix | Tensor:
         """The matrix, or [N, K] in fp32 where no format here is the same.
@@ -57,7 +54,6 @@ class Scheme(Protocol):
         Raises:
             KernelError: the tensors cannot be.
         """
-        ...
 
 
 def stack(parts: Sequence[PackedMatrix]) -> PackedMatrix:

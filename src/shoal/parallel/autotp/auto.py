@@ -26,8 +26,6 @@ from shoal.plan.autotp.plan import Flow, TensorPlan, WeightSplit, plan_tensors
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
 
-__all__ = ["ExecutablePlan", "PlannedModule", "discover", "split_model"]
-
 Fallback = Literal["modules", "refuse"]
 
 
@@ -38,7 +36,6 @@ class PlannedModule:
     Args:
         path: of the module in the model; empty for the model itself.
         traced: its trace.
-        plan: its own plan.
         flow: where splits are.
     """
 

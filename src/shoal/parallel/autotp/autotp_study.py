@@ -17,14 +17,12 @@ from shoal.core.tables import Table
 from shoal.ir import Explanation, Machine, Progress
 from shoal.plan.autotp.plan import TensorPlan
 
-__all__ = ["AutotpStudy"]
-
 
 @part
 class AutotpStudy:
-    """Find a tensor-parallel plan of a model from its graph, whatever its author called things.
+    """Derive a tensor-parallel plan of a model from its graph, independent of module names.
 
-    The model is built on the meta device, so weights are neither read nor made. `--out` writes the
+    The model is built on the meta device, without weights. `--out` writes the
     plan as plan.yaml, and module -> style as tp_plan.json, which is `tp_plan` of transformers.
 
     **Examples**

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from shoal.core.errors import MissingExtraError, ModelError, require
 
-__all__ = ["FAMILIES", "example", "from_config", "read_config"]
-
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
 _GROUPED = {**_SMALL, "intermediate_size": 128, "num_key_value_heads": 2}
 _GPT = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 32}

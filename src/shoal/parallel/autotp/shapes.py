@@ -18,8 +18,6 @@ from shoal.parallel.autotp.split import SplitModel
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
 
-__all__ = ["AutoSplit"]
-
 
 class AutoSplit(nn.Module):
     """A model whose parameters ranks share, whatever the shapes of its inputs.

@@ -27,8 +27,6 @@ from shoal.plan.autotp.plan import Flow, TensorPlan
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
 
-__all__ = ["SplitModel", "part_of", "whole_of"]
-
 # Calls that name the sizes of their result.
 _SIZED = frozenset({"view", "reshape", "_unsafe_view", "expand"})
 
@@ -74,11 +72,8 @@ class SplitModel(nn.Module):
     parts of it, and those of whole ones are equal on all ranks.
 
     Args:
-        traced: the trace.
-        plan: its plan.
         flow: where splits are.
         model: holds the whole parameters; it is not changed.
-        comm: the ranks.
         share: takes its parameters from there, traced with inputs of other shapes.
 
     Raises:

@@ -20,8 +20,6 @@ from torch.utils import _pytree as pytree
 from shoal.core.errors import PlanError
 from shoal.plan.autotp.graph import Graph, GraphNode, Ref
 
-__all__ = ["TracedModel", "operator_name", "trace"]
-
 # Tracing changes how every module of the process is called.
 _LOCK = threading.Lock()
 

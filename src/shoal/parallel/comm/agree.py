@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["agree"]
-
 _LARGEST = 2**20  # bytes of text that a rank sends to show what differs
 _MOST_SHOWN = 5
 

@@ -10,16 +10,6 @@ from shoal.core.errors import RankError, require
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "check_member",
-    "check_pairs",
-    "check_partition",
-    "check_parts",
-    "check_peer",
-    "like",
-    "shown",
-]
-
 
 def check_member(rank: int, world: int) -> None:
     """Refuse a peer that the communicator does not have.

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from shoal.core.meter import Meter
     from shoal.parallel.protocols import Pending
 
-__all__ = ["TorchComm", "agent_store"]
-
 _T = TypeVar("_T")
 
 
@@ -127,8 +125,6 @@ class TorchComm:
 
     Args:
         meter: where the bytes are counted (``wire_bytes``, by op, tag and scope).
-        rank: this rank.
-        world: number of ranks.
         timeout_s: a collective that takes longer fails.
         beats: directory of heartbeat files, shared by the ranks of a host.
         device: cpu or cuda.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["gather_packed", "pack", "reduce_scatter_packed", "unpack"]
-
 _MOST = {4: 7, 8: 127}
 
 
@@ -40,10 +38,6 @@ def _most(bits: int) -> int:
 
 def pack(x_Pn: Tensor, bits: int) -> Tensor:
     """Rows of numbers as bytes: the codes of a row, then its scales.
-
-    Args:
-        x_Pn: floating.
-        bits: 4 or 8.
 
     Returns:
         uint8 [P, b], of :func:`~shoal.parallel.comm.wire.packed_bytes`.

@@ -24,8 +24,6 @@ from pathlib import Path
 
 from shoal.core.files import write_atomic
 
-__all__ = ["BeatReader", "Heartbeat", "HeartbeatReading", "RunningClock", "blame"]
-
 # Step, collective, inside, ns of the wall clock, the name of the collective, what the monotonic
 # clock belongs to, and its ns. Older runs wrote the first 32 or 48 bytes.
 _LAYOUT = struct.Struct("<qqqq16s8sq")
@@ -40,7 +38,6 @@ class HeartbeatReading:
     """One reading of a heartbeat.
 
     Args:
-        rank: whose.
         step: global step it works on; -1 before the first.
         collective: how many collectives it has entered.
         inside: it has entered that one and not left it.
@@ -61,7 +58,6 @@ class Heartbeat:
 
     Args:
         path: file to write; created here.
-        rank: whose it is.
     """
 
     def __init__(self, path: Path, rank: int) -> None:

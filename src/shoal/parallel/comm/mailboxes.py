@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["Mailboxes"]
-
 _RING = 4 * 2**20  # bytes of the ring of a pair
 _LINE = 64  # bytes of a cache line: the two counters of a ring must not share one
 _HEADER = 4  # numbers before a message: its key, its bytes, its way, nothing
@@ -50,8 +48,6 @@ class Mailboxes:
 
     Args:
         file: the mapped file; it stays open.
-        rank: this rank.
-        world: number of ranks.
         timeout_s: a message that takes longer fails.
     """
 

@@ -18,8 +18,6 @@ from shoal.ir.machine import Measurement
 from shoal.machine.protocols import ProbeContext
 from shoal.machine.worker import TorchWorker
 
-__all__ = ["CollectiveProbe", "all_reduce"]
-
 # What the child processes of the probe call.
 _ALL_REDUCE = "shoal.parallel.comm.measure:all_reduce"
 

@@ -33,8 +33,6 @@ from shoal.core.scratch import scratch_directory
 from shoal.parallel.comm.heartbeat import Heartbeat, blame
 from shoal.parallel.comm.silent import said, silent_links
 
-__all__ = ["ProcessStarter", "run_processes"]
-
 _POLL_S = 0.02
 # What a rank is given to report its error once a peer has failed.
 _GRACE_S = 2.0
@@ -66,7 +64,6 @@ class ProcessStarter(Protocol):
             stdout: the same.
             stderr: the same.
         """
-        ...
 
 
 def run_processes(
@@ -286,7 +283,7 @@ class _Processes:
 
     def _printed(self, rank: int) -> str:
         lines = _read(self.folder / f"log-{rank}").strip().splitlines()[-3:]
-        return "; it printed last: " + " | ".join(lines) if lines else "; it printed nothing"
+        return "; its last output: " + " | ".join(lines) if lines else "; it has no output"
 
 
 def _read(path: Path) -> str:

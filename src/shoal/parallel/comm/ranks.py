@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from shoal.ir import Layout, Parallel
     from shoal.parallel.protocols import Comm
 
-__all__ = ["ranks_of"]
-
 # The axes of each communicator; order matters to no rank but to all alike.
 _AXES = {
     "tp": ("tp",),

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["NAP_S", "SPINS", "PendingSum", "SharedMemory", "join_file", "runs"]
-
 _CHUNK = 2 * 2**20  # bytes of a slot: two ranks' slots fit in the caches of a core
 _LINE = 64  # bytes of a cache line: counters of different ranks must not share one
 # What the line of a rank holds: barriers, its process, sums begun, sums of which it has read.

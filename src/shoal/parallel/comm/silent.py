@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["SilentLink", "said", "silent_links"]
-
 _PROC = Path("/proc")
 _ESTABLISHED = "01"
 _RETRANSMITS = "01"

@@ -33,8 +33,6 @@ from shoal.core.errors import require
 if TYPE_CHECKING:
     from shoal.core.meter import Meter
 
-__all__ = ["BLOCK", "TrafficCounter", "packed_bytes", "ring_all_reduce_bytes", "ring_gather_bytes"]
-
 BLOCK = 256
 """Values that share a scale where numbers travel in a few bits."""
 
@@ -59,7 +57,6 @@ class TrafficCounter:
 
     Args:
         meter: where ``wire_bytes`` are counted, by op, tag and scope.
-        rank: this rank in the communicator.
         ranks: the communicator's ranks, by their numbers in the whole job.
         scope: class of a link inside a node.
         ranks_per_node: ranks of one node, neighbours by number; None if there is one node.

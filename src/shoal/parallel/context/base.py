@@ -20,14 +20,11 @@ if TYPE_CHECKING:
     from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
-__all__ = ["ContextAttention", "group_of", "near_ranks"]
-
 
 class ContextAttention:
     """Base of the parts: a part adds ``_run``; ``traffic`` and ``check`` where a ring's do not fit.
 
     Attributes:
-        name: as in the table.
         paired: a rank holds an early and a late chunk, so that causal work is balanced.
     """
 

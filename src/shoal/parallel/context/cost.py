@@ -9,8 +9,6 @@ from shoal.cost.context.traffic import ContextTraffic, SentElements, ring_traffi
 from shoal.cost.price.rates import RankRates, context_link
 from shoal.ir import Estimate, Interval, Machine, Work
 
-__all__ = ["Route", "context_estimate", "waits"]
-
 
 class Route(NamedTuple):
     """What travels among some neighbours of the ranks that share a sequence.
@@ -61,7 +59,7 @@ def context_estimate(
         link = context_link(machine, split.model_copy(update={"cp": among}))
         if link is None or among == 1:
             continue
-        if job.recompute != "none":
+        if job.sends_again:
             result = result._replace(backward=_sum(result.backward, result.forward))
         sent = layers * (result.forward.num_bytes(itemsize) + result.backward.num_bytes(itemsize))
         wire[link.scope] = wire.get(link.scope, 0.0) + sent

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
-__all__ = ["DoubleRing"]
-
 
 @part
 class DoubleRing(ContextAttention):

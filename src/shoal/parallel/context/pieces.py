@@ -14,8 +14,6 @@ import numpy as np
 
 from shoal.ir.mask import Mask
 
-__all__ = ["AttentionPiece", "block_pieces"]
-
 # Cells of one piece that are written out as a mask; larger ones are cut.
 _MAX_CELLS = 2**22
 
@@ -30,7 +28,6 @@ class AttentionPiece(NamedTuple):
     """A rectangle of a block whose seen cells are computed by one kernel call.
 
     Args:
-        rows: sequences of the batch.
         q: queries of the block.
         k: keys of the block.
         cells: bool [queries, keys]; None if all are seen, or if ``causal``.

@@ -6,8 +6,6 @@ import numpy as np
 
 from shoal.core.errors import require
 
-__all__ = ["contiguous", "zigzag"]
-
 
 def contiguous(length: int, world: int, *, where: str) -> list[np.ndarray]:
     """Rank n holds the n-th of ``world`` equal pieces, int64 [length / world] each.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
-__all__ = ["RingAttention"]
-
 
 @part
 class RingAttention(ContextAttention):

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
-__all__ = ["RSA"]
-
 
 @part
 class RSA(ContextAttention):

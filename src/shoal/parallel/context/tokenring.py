@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
-__all__ = ["TokenRing"]
-
 
 @part
 class TokenRing(ContextAttention):

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
-__all__ = ["USP"]
-
 
 @part
 class USP(ContextAttention):

@@ -13,8 +13,6 @@ from shoal.core.parts import part
 from shoal.ir import Machine, Work
 from shoal.parallel.context.ring import RingAttention
 
-__all__ = ["Zigzag"]
-
 
 @part
 class Zigzag(RingAttention):

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from shoal.ir.comm import Comm
 
-__all__ = ["Balance", "Routers"]
-
 _TAG = "balance"
 
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from shoal.parallel.expert.dispatch import DispatchedExperts
     from shoal.parallel.protocols import Comm, ExpertRanks, Pending
 
-__all__ = ["chunked", "parts", "places"]
-
 _Work = Callable[["_Chunk", Tensor], Tensor]
 
 

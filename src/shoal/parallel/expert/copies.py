@@ -22,8 +22,6 @@ from shoal.plan.placement.owners import only_owners
 if TYPE_CHECKING:
     from shoal.plan.placement.protocols import Devices, Flags, Ints
 
-__all__ = ["ExpertCopies", "Leg", "copies_of", "sent_copies"]
-
 
 @dataclass(frozen=True, slots=True)
 class Leg:

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from shoal.model.routing import RoutingResult, Tokens
     from shoal.parallel.protocols import ExpertRanks
 
-__all__ = ["DispatchedExperts"]
-
 
 class DispatchedExperts(Experts):
     """A mixture of experts of which this rank has some, in slices.

@@ -26,8 +26,6 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
 
-__all__ = ["TAG", "combined", "counts_of", "exchanged", "spread"]
-
 # Under this tag the meter counts rows that travel to experts and back, and their gradients.
 TAG = "experts"
 _COUNTS = "expert_counts"

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import ExpertRanks
     from shoal.plan.placement.protocols import ExpertPlacer, Flags, Ints, LinkBudget
 
-__all__ = ["CopiedExperts", "dispatched", "lending"]
-
 
 def dispatched(
     config: ModelConfig, ranks: ExpertRanks, layer: int, placer: Choice | None = None
@@ -96,9 +94,6 @@ class CopiedExperts(DispatchedExperts):
     """A mixture of experts of which this rank owns some, and borrows some.
 
     Args:
-        config: of the whole layer.
-        ranks: the expert grid, as this rank sees it; its etp is 1.
-        layer: number of the block.
         placer: decides who borrows what.
 
     Attributes:

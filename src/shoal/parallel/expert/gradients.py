@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from shoal.parallel.shard.folded import FoldedModel
     from shoal.parallel.shard.replicated import ReplicatedModel
 
-__all__ = ["GradientSlices"]
-
 # What is done before the last block's backward pass begins.
 _HEAD = ("norm", "output")
 

@@ -31,8 +31,6 @@ from shoal.parallel.expert.exchange import TAG
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, Nodes, Pending
 
-__all__ = ["Hops", "travelled"]
-
 # The rows of one source for one target, by their numbers among the R ranks.
 _Piece = tuple[int, int]
 
@@ -173,13 +171,6 @@ class _Travelled(torch.autograd.Function):
 
 
 def travelled(x_MD: Tensor, rows_RR: NDArray[np.int64], nodes: Nodes, number: int) -> Tensor:
-    """Send rows to every rank by way of others, and get theirs, by source.
-
-    Args:
-        x_MD: this rank's rows, by target.
-        rows_RR: how many each rank (row) has for each; on the host.
-        nodes: the ranks by node.
-        number: this rank's among all R.
-    """
+    """Send rows to every rank by way of others, and get theirs, by source."""
     out: Tensor = _Travelled.apply(x_MD, rows_RR, nodes, number)  # type: ignore[no-untyped-call]
     return out

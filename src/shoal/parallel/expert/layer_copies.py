@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from shoal.parallel.expert.copies import ExpertCopies, Leg
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["TAG", "CopyMeter", "LayerCopies", "gathered"]
-
 # Under this tag the meter counts weights of copies, and their gradients.
 TAG = "expert_copies"
 
@@ -293,12 +291,6 @@ def landed(lent: LayerCopies, sign: Tensor) -> tuple[Tensor, ...]:
 
 
 def gathered(own: Sequence[Tensor], copies: ExpertCopies, comm: Comm) -> tuple[Tensor, ...]:
-    """Parameters [C, ...] of all experts that this rank borrows, in the order of ``copies``.
-
-    Args:
-        own: [X, ...] each, of the experts that this rank owns, by rising number.
-        copies: who sends what.
-        comm: the ranks that share out the experts.
-    """
+    """Parameters [C, ...] of all experts that this rank borrows, in the order of ``copies``."""
     lent = LayerCopies(own, copies, comm, CopyMeter())
     return landed(lent, handed(lent, begun(lent, own)))

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
     from shoal.plan.placement.protocols import Ints
 
-__all__ = ["TAG", "ReshardResult", "ReshardedLayer", "Resharding", "move"]
-
 # Under this tag the meter counts weights and optimizer state that go to new owners.
 TAG = "expert_owners"
 
@@ -119,7 +117,6 @@ class Resharding(StepHook):
 
     Args:
         model: as this rank has it.
-        comm: the ranks that share out the experts.
         slices: what this rank holds of each parameter; changes with the owners.
         owned: parameters that this rank's optimizer updates, by name.
 

@@ -30,28 +30,18 @@ from shoal.parallel.hdp.slices import cuts, shares
 from shoal.parallel.protocols import Comm
 from shoal.parallel.tensor.block import Mix
 
-__all__ = ["mix_of"]
-
 
 class _Shares(PeerView):
     """A view of members that may have no tokens."""
 
     def pieces(self, queries: int, keys: int) -> tuple[AttentionPiece, ...]:
-        """See :class:`~shoal.parallel.context.run.peers.PeerView`."""
         if not (len(self.positions[queries]) and len(self.positions[keys])):
             return ()
         return super().pieces(queries, keys)
 
 
 def mix_of(lengths: Sequence[int], ranks: Sequence[int], exchange: Exchange, world: Comm) -> Mix:
-    """Attention for this rank's tokens of a micro-step.
-
-    Args:
-        lengths: of the sequences of its buffer.
-        ranks: that share it, this one among them.
-        exchange: how.
-        world: all ranks of the job.
-    """
+    """Attention for this rank's tokens of a micro-step."""
     if len(ranks) == 1:
         return _alone(cuts(lengths))
     total = sum(lengths)

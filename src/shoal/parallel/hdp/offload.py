@@ -27,8 +27,6 @@ from shoal.memory.activations.waiting import Waiting
 from shoal.memory.tiers.places import Tiers
 from shoal.parallel.shard.units import units
 
-__all__ = ["HostShare", "host_share"]
-
 if TYPE_CHECKING:
     from shoal.cost.training.sequences import SequenceCost
     from shoal.plan.balance.sequences.assignment import SequenceAssigner

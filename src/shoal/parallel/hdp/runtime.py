@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shoal.parallel.pipeline.runtime import Span, StageLike
     from shoal.parallel.tensor.rows import ReplicaSequences
 
-__all__ = ["HybridRuntime", "sequences_of"]
-
 _EXCHANGES: tuple[Exchange, ...] = ("ring", "ulysses")
 # Shares travel as whole numbers.
 _WHOLE = 10**9

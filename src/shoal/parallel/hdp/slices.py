@@ -14,16 +14,12 @@ import numpy as np
 
 from shoal.cost.training.sequences import Exchange
 
-__all__ = ["SequenceSegment", "cuts", "segments", "shares"]
-
 
 class SequenceSegment(NamedTuple):
     """One sequence: consecutive tokens of one row.
 
     Args:
         row: number in the batch.
-        start: first token.
-        stop: end.
     """
 
     row: int

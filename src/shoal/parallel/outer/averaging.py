@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shoal.parallel.outer.rule import Rule, Segments
     from shoal.parallel.protocols import Ranks
 
-__all__ = ["LONGEST", "Averaging"]
-
 LONGEST = 48
 """Most steps of a round that ``tau: auto`` chooses (Sun et al., 2024, table 2)."""
 
@@ -133,11 +131,6 @@ class Averaging(ABC):
 
     def apply(self, model: nn.Module, owned: Mapping[str, Tensor], ranks: Ranks) -> Rounds:
         """Begin the first round.
-
-        Args:
-            model: of this rank.
-            owned: the parameters that this rank's optimizer updates.
-            ranks: of this rank; the rounds are between those of ``outer``.
 
         Raises:
             ConfigError: the model keeps running statistics, or no plan has chosen ``tau``.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.outer.rule import Rule, Segments
 
-__all__ = ["CO2", "CONST", "EPS"]
-
 EPS = 1e-12
 """Added to the largest change, which is 0 before anything has changed."""
 CONST = 2.0

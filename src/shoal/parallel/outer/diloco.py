@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.outer.rule import Rule, Segments
 
-__all__ = ["DiLoCo"]
-
 
 @part
 class DiLoCo(Averaging):

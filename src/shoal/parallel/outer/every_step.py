@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Ranks
 
-__all__ = ["EveryStep"]
-
 
 _NOTHING = Estimate(step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0})
 

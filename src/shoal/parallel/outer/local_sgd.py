@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.outer.rule import Rule, Segments
 
-__all__ = ["LocalSGD"]
-
 
 @part
 class LocalSGD(Averaging):

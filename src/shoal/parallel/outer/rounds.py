@@ -27,8 +27,6 @@ from shoal.parallel.outer.rule import TAG, Rule, Segments
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Pending, Ranks
 
-__all__ = ["Rounds", "ShardedRounds", "WholeRounds"]
-
 _T = TypeVar("_T")
 
 # Behind the parameters: the mean loss of the round, and which wish to stop.
@@ -164,7 +162,6 @@ class WholeRounds(Rounds):
 
     Args:
         owned: what this rank's optimizer updates.
-        ranks: of this rank.
         rule: makes the outer update.
         tau: steps of a round.
         delayed: an average is applied a round late.

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["TAG", "Rule", "Segments"]
-
 TAG = "outer"
 """The tag of all that workers send each other."""
 
@@ -27,11 +25,9 @@ class Rule(Protocol):
 
     def direction(self, mean: Tensor) -> Tensor:
         """Where to go [P], from the mean change of the workers [P], which is spoilt."""
-        ...
 
     def state(self) -> dict[str, Tensor]:
         """What it keeps between rounds, by name; filled where it lies when a run goes on."""
-        ...
 
 
 class Segments:

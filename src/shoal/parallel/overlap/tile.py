@@ -35,8 +35,6 @@ from shoal.parallel.tensor.operators import TAG, local_tokens
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["cut", "gathered_product", "reduced_product", "scattered_product"]
-
 
 def cut(rows: int, tiles: int | None = None) -> list[slice]:
     """``rows`` rows in ``tiles`` tiles that differ by one row at most.

@@ -26,8 +26,6 @@ from typing import Any, Generic, Self, TypeVar
 
 from shoal.core.errors import PlanError, ShoalError, nearest, require
 
-__all__ = ["ActorCounts", "ActorGraph", "PrefetchQueue", "prefetch"]
-
 _T = TypeVar("_T")
 
 

@@ -6,7 +6,7 @@ one replica share. Its values may be filled in one by one, where they live in ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from shoal.core.boxes import Box
 from shoal.kernel.tensors import local
 from shoal.parallel.pipeline.stage import LocalModel
 from shoal.parallel.protocols import LocalParameter
-from shoal.parallel.tensor.slices import Slices, take
+from shoal.parallel.tensor.slices import Slices, is_expert, take
 from shoal.parallel.vocab.passes import VocabShard
 from shoal.plan.partition import cells_for
 
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.ir.schedule import Schedule
     from shoal.model.config import ModelConfig
-    from shoal.parallel.protocols import Comm, MicroBatch, Ranks
+    from shoal.parallel.protocols import Comm, MicroBatch, Ranks, Shard, ShardedModel
     from shoal.parallel.tensor.rows import WeightSource
-
-__all__ = ["SplitPart", "WholePart"]
 
 Lent = Callable[[Collection[str]], AbstractContextManager[dict[str, Tensor]]]
 """Name the parameters that are needed -> those that are here, with gradients to be changed."""
@@ -61,6 +59,22 @@ class WholePart:
         """This rank is the first of those in its model group that hold this part of ``name``."""
         return True
 
+    def copies(self, ranks: Ranks) -> list[tuple[Comm, Callable[[str], bool]]]:
+        """Who holds one copy of the model, and of which parameters this rank's parts count in it.
+
+        Several groups where some parameters are shared out among other ranks than the rest.
+        """
+        if ranks.experts is None:
+            return [(ranks.model, self.first_holder)]
+        rest: Callable[[str], bool] = lambda n: not is_expert(n) and self.first_holder(n)  # noqa: E731
+        return [(ranks.model, rest), (ranks.experts.model, is_expert)]
+
+    def sharded(
+        self, shard: Shard, model: nn.Module, data: Comm, *, whole_matrices: bool
+    ) -> ShardedModel:
+        """What sums the gradients of ``model`` over replicas, and divides what ``shard`` does."""
+        return shard.apply(model, data, whole_matrices=whole_matrices)
+
     def boxes(self, name: str, part: LocalParameter) -> list[LocalParameter]:
         """A parameter's part, as the boxes of the whole one that it is."""
         return [part]
@@ -68,15 +82,6 @@ class WholePart:
 
 class SplitPart(WholePart):
     """The cells of one rank.
-
-    Args:
-        job: the job with every choice made.
-        config: of the whole model.
-        schedule: of one pipeline of the job.
-        ranks: of this rank.
-        device: where it computes.
-        dtype: of weights.
-        options: of :class:`~shoal.parallel.pipeline.stage.LocalModel`.
 
     Attributes:
         local: the cells' layers; their parameters are empty until :meth:`fill`.
@@ -184,17 +189,21 @@ class SplitPart(WholePart):
     def sum_gradients(self, lent: Lent) -> None:
         """Every rank sums what it has, so that all of them see the same norm."""
         with lent(self._partial | ({"embed.weight"} if self._tied is not None else set())) as here:
-            _sum([here[n] for n in sorted(self._partial & here.keys())], self._ranks.tp)
+            self._sum_shares({n: here[n] for n in sorted(self._partial & here.keys())})
             if self._tied is not None and "embed.weight" in here:
-                _sum([here["embed.weight"]], self._tied)
+                sum_together([here["embed.weight"]], self._tied)
             if self._replicas is None:
                 return
-            _sum([here[n] for n in sorted(here)], self._replicas)
+            sum_together([here[n] for n in sorted(here)], self._replicas)
             for name, parameter in here.items():
                 # A block's gradient is the mean over the tokens that visited it.
                 cell = self._cell.get(".".join(name.split(".", 2)[:2]) + ".")
                 if cell is not None and parameter.grad is not None:
                     parameter.grad.mul_(self._shares[cell])
+
+    def _sum_shares(self, partial: Mapping[str, Tensor]) -> None:
+        """Sum gradients of which each tensor-parallel rank has a share."""
+        sum_together(list(partial.values()), self._ranks.tp)
 
     def first_holder(self, name: str) -> bool:
         """See the whole part."""
@@ -212,7 +221,7 @@ class SplitPart(WholePart):
         ]
 
 
-def _sum(parameters: Sequence[Tensor], comm: Comm) -> None:
+def sum_together(parameters: Sequence[Tensor], comm: Comm) -> None:
     """All-reduce gradients in one message."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if comm.world == 1 or not gradients:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, MicroBatch, Pending
     from shoal.parallel.vocab.passes import VocabShard
 
-__all__ = ["Runtime", "Span", "StageBoundary", "StageLike", "span_of"]
-
 Span = Callable[[str], AbstractContextManager[object]]
 """Around a phase of a step, by name."""
 
@@ -54,7 +52,6 @@ class StageLike(Protocol):
 
     def __call__(self, x: Tensor | None, mb: MicroBatch, *, recompute: bool) -> Tensor:
         """Hidden state [N, D] for the next stage, or the loss sum if this is the last."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,6 @@ class StageBoundary:
     """What crosses from stage to stage.
 
     Args:
-        width: D.
-        dtype: of the activations.
-        device: where they are.
         tp: the tensor-parallel peers.
         sharded: a rank holds N / tp of the tokens (sequence parallelism).
         scatter: every tensor-parallel rank sends its share of a boundary that all of them
@@ -163,13 +157,11 @@ class Runtime:
 
     Args:
         schedule: the passes of all ranks.
-        stages: this rank's stages by number.
-        pp: the ranks of the pipeline.
         boundary: what crosses between stages.
         vocab: this rank's shard of the vocabulary, where the schedule has its passes.
         autocast: a fresh context in which forward passes compute.
         around: called with whether the pass is a stage's last; wraps a backward pass.
-        recompute: none, full (by block) or stage.
+        recompute: none, selective, full (by block) or stage.
         span: wraps what is recorded as computing; called with ``forward`` or ``backward``.
     """
 
@@ -363,7 +355,7 @@ class Runtime:
     def _compute(self, op: Op, entry: Tensor | None, state: _Step) -> Tensor:
         with self.autocast():
             return self.stages[op.stage](
-                entry, state.batches[op.mb], recompute=self.recompute == "full"
+                entry, state.batches[op.mb], recompute=self.recompute in ("full", "selective")
             )
 
     def _backward(self, state: _Step, op: Op) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ConfigError, ModelError, require
 from shoal.ir.mask import Mask
@@ -23,6 +22,7 @@ from shoal.model.feedforward import Experts
 from shoal.model.ladder import settled
 from shoal.model.loss import IGNORE, token_loss_sum
 from shoal.model.norm import RMSNorm
+from shoal.model.recompute import computed_again
 from shoal.model.rope import frequencies, tables_at
 from shoal.parallel.tensor.block import Mix, SplitBlock, WholeBlock
 from shoal.parallel.tensor.operators import copy_to, gather_tokens, local_rows, reduce_from
@@ -36,14 +36,11 @@ if TYPE_CHECKING:
     from shoal.model.routing import StepRouting, Tokens
     from shoal.parallel.protocols import ContextPart, MicroBatch, Ranks
 
-__all__ = ["LocalModel", "Stage"]
-
 
 class Stage(nn.Module):
     """Consecutive layers of a model on one rank; its parameters begin on ``meta``.
 
     Args:
-        config: the whole model.
         layers: numbers of the layers.
         first: this stage embeds the tokens.
         last: this stage has the final norm and the loss.
@@ -166,17 +163,42 @@ class Stage(nn.Module):
         ranks = self.config.architecture.residual.apart
         if ranks > 1:
             x = copy_to(x, self.tp) if self.split else apart(x, ranks)
-        for layer, block in zip(self.layers, self.blocks.values(), strict=True):
-            if (recompute or layer in self.recomputed) and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, *rest, use_reentrant=False)
-            else:
-                x = block(x, cos, sin, *rest)
+        x = self._through(x, cos, sin, rest, mb, recompute)
         if self.config.architecture.residual.ladder:
             x = settled(x, self.config.num_layers, drop)
         if not self.split:
             x = together(x, ranks)
         hidden: Tensor = x if self.split else x.view(batch * share, -1)
         return self._end(hidden, mb) if self.last else hidden
+
+    def _through(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rest: tuple[Any, ...],
+        mb: MicroBatch,
+        recompute: bool,
+    ) -> Tensor:
+        """All blocks; ``rest`` is what each of them is given beside the stream and the angles."""
+        for layer in self.layers:
+            x = self._block(layer, x, cos, sin, rest, recompute)
+        return x
+
+    def _block(
+        self,
+        layer: int,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rest: tuple[Any, ...],
+        recompute: bool,
+    ) -> Tensor:
+        block = self.blocks[str(layer)]
+        if (recompute or layer in self.recomputed) and torch.is_grad_enabled():
+            return computed_again(block, x, cos, sin, *rest)
+        out: Tensor = block(x, cos, sin, *rest)
+        return out
 
     @torch.no_grad()
     def load(
@@ -280,16 +302,9 @@ class LocalModel(nn.Module):
         config: the whole model.
         layers: stage -> numbers of its layers, of this rank's stages.
         num_stages: stages of the whole pipeline.
-        parallel: as for :class:`Stage`.
-        ranks: as for :class:`Stage`.
-        context: as for :class:`Stage`.
-        dropout: as for :class:`Stage`.
-        routing: as for :class:`Stage`.
-        recomputed: as for :class:`Stage`.
-        mixed: as for :class:`Stage`.
+        kind: makes a stage.
 
     Attributes:
-        stages: stage -> :class:`Stage`.
         slices: parameter name -> what this rank holds of it.
     """
 
@@ -306,12 +321,13 @@ class LocalModel(nn.Module):
         routing: StepRouting | None = None,
         recomputed: frozenset[int] = frozenset(),
         mixed: bool = False,
+        kind: Callable[..., Stage] = Stage,
     ) -> None:
         super().__init__()
         self.config = config
         # In a plain mapping, so that parameters carry the names of the whole model alone.
         self.stages: Mapping[int, Stage] = {
-            number: Stage(
+            number: kind(
                 config,
                 chosen,
                 first=number == 0,

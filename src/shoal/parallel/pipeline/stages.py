@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.parallel.protocols import MicroBatch
 
-__all__ = ["HintedStage", "WholeStage"]
-
 
 class WholeStage:
     """The whole model as the only stage."""

@@ -13,8 +13,6 @@ from shoal.core.errors import ConfigError, require
 if TYPE_CHECKING:
     from shoal.parallel.placed.trace import TracedGraph
 
-__all__ = ["load"]
-
 
 def load(path: Path) -> TracedGraph:
     """Execute a file and trace what its ``build()`` returns.

@@ -15,12 +15,10 @@ from shoal.ir.placement import parse_mesh
 from shoal.parallel.placed.build import load
 from shoal.plan.sbp.search import MeshRates, place
 
-__all__ = ["SbpStudy"]
-
 
 @part
 class SbpStudy:
-    """Choose split, broadcast or partial for every tensor of a module, and what is boxed.
+    """Choose split, broadcast or partial placement for every tensor of a module (SBP), with boxing.
 
     FILE is a program of yours and is executed. It defines `build()`, which returns a
     `torch.nn.Module` and the shapes of its inputs, such as `return Mlp(), [(8, 128, 512)]`;

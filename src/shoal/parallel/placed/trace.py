@@ -16,8 +16,6 @@ from torch import Tensor, fx, nn
 from shoal.core.errors import PlanError, require
 from shoal.plan.sbp.search import Leaf, OpGraph, OpNode
 
-__all__ = ["TracedGraph", "trace"]
-
 _ELEMENTWISE: dict[str, str] = {
     "neg": "neg",
     "relu": "relu",

@@ -6,8 +6,6 @@ from shoal.cost.arithmetic import expert_parameters, parameters
 from shoal.cost.price.rates import data_link
 from shoal.ir import Estimate, Interval, Link, Machine, Parallel, Work
 
-__all__ = ["group_link", "sharding_estimate"]
-
 
 def sharding_estimate(
     work: Work, machine: Machine, *, sent_per_parameter_byte: float, messages: int

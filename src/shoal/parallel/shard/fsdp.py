@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm, ShardedModel
 
-__all__ = ["FsdpModel", "Zero2", "Zero3", "divided"]
-
 
 @part
 class Zero2:

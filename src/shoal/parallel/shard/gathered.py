@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["GatheredModel", "Unit"]
-
 
 class _Gather(torch.autograd.Function):
     """The local parts of a unit to its whole parameters; gradients go to the unit."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm, ShardedModel
 
-__all__ = ["HybridShard"]
-
 
 @part
 class HybridShard:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["LevelComms", "LevelledModel", "Width"]
-
 
 class LevelComms(NamedTuple):
     """The communicators of a rank, by what differs between their ranks.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm, Pending, ShardedModel
 
-__all__ = ["ReplicatedModel", "ReplicatedShard", "bucket_bytes"]
-
 
 @part
 class ReplicatedShard:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm, ShardedModel
 
-__all__ = ["BITS", "Topo3"]
-
 BITS: dict[str, dict[str, int]] = {"weights": {"int8": 8}, "grads": {"int4": 4, "int8": 8}}
 """What may travel in few bits, and in how many."""
 

@@ -13,8 +13,6 @@ from shoal.parallel.comm.wire import packed_bytes
 if TYPE_CHECKING:
     from shoal.parallel.shard.topo3 import Topo3
 
-__all__ = ["Hop", "hops", "kept_bytes", "span", "width"]
-
 _MANY = 1 << 20
 
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["check_divided", "on_one_node", "units"]
-
 
 def units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Blocks, and the modules around them whose forward passes are called.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm, Pending, ShardedModel
 
-__all__ = ["Zero1", "Zero1Model", "assign"]
-
 
 @part
 class Zero1:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from shoal.core.parts import Choice
     from shoal.parallel.protocols import Comm, ExpertRanks
 
-__all__ = ["Mix", "SplitBlock", "WholeBlock", "local_config"]
-
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention: q [B, H, T, d], k and v [B, K, T, d] to [B, H, T, d]."""
 

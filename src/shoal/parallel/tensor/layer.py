@@ -27,8 +27,6 @@ from shoal.model.transformer import Transformer, TransformerBlock
 from shoal.parallel.protocols import Comm
 from shoal.plan.trees.fuzzy import Groups, spans
 
-__all__ = ["LayerRanks", "Program", "Share", "TensorExchange", "cut", "meet"]
-
 Share = Literal["layers", "heads"]
 
 # Under these tags the meter counts what layers gave, and the sums of shares.
@@ -179,8 +177,6 @@ class LayerRanks:
 
     Args:
         part: of the model, :func:`cut` for this rank; it may be ready to serve.
-        comm: the ranks.
-        share: as it was cut.
         groups: of its layers, which read the same input; each layer its own, if not given.
         full: feed-forward layers of a group read one stream: what enters it and what the
             attention of all its layers gave.
@@ -220,7 +216,6 @@ class LayerRanks:
         return self.finished(x_ND, branch_ND)
 
     def finished(self, x_ND: Tensor, branch_ND: Tensor) -> Tensor:
-        """See :meth:`~shoal.model.transformer.Transformer.finished`."""
         return self.part.finished(x_ND, branch_ND)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:

@@ -31,16 +31,6 @@ from shoal.parallel.tensor.operators import TAG, gathered, local_tokens, reduced
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = [
-    "ColumnLinear",
-    "LateColumnLinear",
-    "LateRowLinear",
-    "RowLinear",
-    "WeightGradients",
-    "WholeLinear",
-    "grouped",
-]
-
 
 class WeightGradients:
     """Weight gradients that were put off, of one stage and micro-batch.

@@ -32,23 +32,6 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
 
-__all__ = [
-    "TAG",
-    "copy_to",
-    "enter",
-    "gather_tokens",
-    "gathered",
-    "leave",
-    "local_rows",
-    "local_tokens",
-    "reduce_from",
-    "reduce_scatter_tokens",
-    "reduced",
-    "scatter_tokens",
-    "scattered",
-    "synced",
-]
-
 # Under this tag the meter counts the activations of tensor parallelism and their gradients.
 TAG = "tensor"
 

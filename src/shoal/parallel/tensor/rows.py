@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.plan.balance.sequences.assignment import Assignment
 
-__all__ = ["ReplicaSequences", "WeightSource"]
-
 
 class WeightSource(Protocol):
     """Where the values of a model come from."""
@@ -24,11 +22,9 @@ class WeightSource(Protocol):
 
     def model(self) -> Transformer:
         """The whole model."""
-        ...
 
     def whole(self, name: str) -> Tensor:
         """One whole parameter, by its name in :class:`Transformer`."""
-        ...
 
 
 class ReplicaSequences(NamedTuple):

@@ -23,16 +23,6 @@ from shoal.model.config import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Slices",
-    "check_split",
-    "is_expert",
-    "slices",
-    "take",
-    "vocabulary_rows",
-    "whole_shapes",
-]
-
 
 @dataclass(frozen=True)
 class Slices:

@@ -29,8 +29,6 @@ from shoal.parallel.tensor.slices import vocabulary_rows
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
 
-__all__ = ["VocabularyTable", "check_ids", "check_targets", "split_loss_sum"]
-
 # Under this tag the meter counts the three numbers a token.
 TAG = "vocabulary"
 
@@ -85,7 +83,6 @@ class VocabularyTable(nn.Module):
 
     Args:
         vocab_size: rows V of the whole.
-        width: D.
         comm: the ranks that share the rows; None if this rank has all.
     """
 

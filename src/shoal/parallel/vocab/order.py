@@ -5,15 +5,9 @@ from __future__ import annotations
 from shoal.core.errors import PlanError, require
 from shoal.ir.schedule import Op, Schedule
 
-__all__ = ["arrived", "check_order"]
-
 
 def check_order(schedule: Schedule, world: int) -> None:
     """Refuse a schedule that the vocabulary's passes cannot run.
-
-    Args:
-        schedule: what the ranks will run.
-        world: ranks of the pipeline.
 
     Raises:
         PlanError: it does not split the vocabulary, is for other ranks, or has ranks that go

@@ -54,8 +54,6 @@ from shoal.model.loss import IGNORE
 from shoal.parallel.protocols import Comm, Pending
 from shoal.parallel.vocab.order import arrived, check_order
 
-__all__ = ["VocabShard", "padded_vocab", "shard_rows"]
-
 # Logits that are in the exact type at a time; they should fit a cache.
 _EXACT_ELEMENTS = 2**18
 
@@ -131,11 +129,7 @@ class VocabShard(nn.Module):
     ``grad`` by ``t`` and ``eb``; :meth:`finish` ends a step.
 
     Args:
-        config: the model.
-        comm: the ranks of the pipeline.
-        schedule: what the ranks will run.
         dtype: type to compute in; softmax and loss are taken in fp32 or fp64.
-        device: where the rows are.
 
     Raises:
         PlanError: the schedule does not split the vocabulary, is for other ranks, or has ranks
@@ -214,13 +208,7 @@ class VocabShard(nn.Module):
 
     @torch.no_grad()
     def give_hidden(self, mb: int, x_ND: Tensor, targets: Tensor) -> None:
-        """Send the last stage's output to every rank's S pass; called by its forward pass.
-
-        Args:
-            mb: the micro-batch.
-            x_ND: final hidden states [..., D], N rows.
-            targets: as of :meth:`s`.
-        """
+        """Send the last stage's output to every rank's S pass; called by its forward pass."""
         counted, _ = self._counted(targets)
         flat = x_ND.detach().reshape(-1, self.config.hidden).to(self.dtype)
         require(
@@ -362,10 +350,6 @@ class VocabShard(nn.Module):
         """Send the gradient of the embedded tokens to every rank's EB pass.
 
         Called by the first stage's backward pass.
-
-        Args:
-            mb: the micro-batch.
-            dx_ND: gradient of what :meth:`take_embedded` gave, [..., D].
         """
         flat = dx_ND.detach().reshape(-1, self.config.hidden).to(self.dtype)
         tokens_N = self._tokens[mb]

@@ -16,8 +16,6 @@ from typing import Any
 
 from shoal.plan.autotp.graph import Graph, GraphNode, Ref, refs
 
-__all__ = ["POINTWISE", "SplitDimension", "States", "Stop", "joined", "travel"]
-
 
 @dataclass(frozen=True)
 class SplitDimension:
@@ -87,12 +85,6 @@ def travel(
     graph: Graph, node: GraphNode, states: States, tp: int
 ) -> SplitDimension | tuple[SplitDimension, ...]:
     """The split of a call's result, of which an argument is split.
-
-    Args:
-        graph: the trace.
-        node: the call.
-        states: splits of values.
-        tp: ranks.
 
     Raises:
         Stop: the operator cannot keep the split.

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Graph", "GraphNode", "Ref", "refs"]
-
 
 @dataclass(frozen=True)
 class Ref:
@@ -71,12 +69,7 @@ def refs(value: Any) -> Iterator[Ref]:
 
 
 class Graph:
-    """Nodes in an order in which they can be computed.
-
-    Args:
-        nodes: parameters, inputs, calls, and the output last.
-        model: what was traced, for messages.
-    """
+    """Nodes in an order in which they can be computed."""
 
     def __init__(self, nodes: list[GraphNode], model: str) -> None:
         self.nodes = nodes

@@ -25,8 +25,6 @@ from shoal.core.errors import PlanError, require
 from shoal.plan.autotp.flow import POINTWISE, SplitDimension, States, Stop, travel
 from shoal.plan.autotp.graph import Graph, GraphNode, Ref, refs
 
-__all__ = ["Flow", "TensorPlan", "WeightSplit", "plan_tensors"]
-
 PRODUCTS = ("linear", "addmm")
 
 # Values pass through these unchanged but for their shape, or elementwise.
@@ -64,8 +62,6 @@ class TensorPlan(Value):
     """A tensor-parallel plan of a model.
 
     Args:
-        model: what was planned.
-        tp: ranks.
         weights: parameter -> how it is split; all others are whole on every rank.
         whole: parameter -> why it stays whole; norms and biases of sums are not listed.
         parameter_bytes: of all parameters.

@@ -1,4 +1,4 @@
-"""plan.batching: who runs now, and who holds which block of the cache. Torch-free.
+"""plan.batching: who runs now, and how cache blocks are managed. Torch-free.
 
 The tables of schedulers, of those that do one phase of serving each, of cache
 bookkeeping and of preemption. All promise what :mod:`shoal.ir.serving` and
@@ -29,7 +29,7 @@ PHASES = PartTable(
         "decode": "shoal.plan.batching.schedulers.decode:Decode",
     },
     about=(
-        "Which requests run in the next step of an instance that does one phase of serving. "
+        "Which requests run in the next step of an instance with one phase. "
         "Chosen by the keys `disagg.prefill.scheduler` and `disagg.decode.scheduler` of a "
         "serving job."
     ),
@@ -45,7 +45,7 @@ KV_MANAGERS = PartTable(
         "distributed": "shoal.plan.batching.cache.distributed:Distributed",
         "slots": "shoal.plan.batching.cache.slots:Slots",
     },
-    about="Who holds which block of the cache. Chosen by the key `kv` of a serving job.",
+    about="How cache blocks are managed. Chosen by the key `kv` of a serving job.",
     protocol="shoal.ir.engine:KVPart",
 )
 
@@ -57,8 +57,7 @@ PREEMPTIONS = PartTable(
         "auto": "shoal.plan.batching.preemption.auto:AutoPreempt",
     },
     about=(
-        "What becomes of the cache of a request that gives its blocks back. Chosen by "
-        "`preempt` of a serving job."
+        "What happens to the cache of a preempted request. Chosen by `preempt` of a serving job."
     ),
     protocol="shoal.ir.engine:PreemptPart",
 )

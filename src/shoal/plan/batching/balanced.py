@@ -14,8 +14,6 @@ from shoal.ir import Arrival
 if TYPE_CHECKING:
     from shoal.plan.balance.replicas.protocols import Balancer
 
-__all__ = ["Balanced"]
-
 
 class Balanced:
     """A :class:`~shoal.ir.phases.Dispatcher` of replicas that compute both phases.
@@ -32,7 +30,6 @@ class Balanced:
         self._open: dict[str, int] = {}
 
     def prompt(self, request_id: str, n_tokens: int) -> int:
-        """See :class:`~shoal.ir.phases.Dispatcher`."""
         result = self._balancer.choose(self._arrivals[int(request_id)].prompt, self._loads)
         self._loads[result] += 1
         self._open[request_id] = result
@@ -42,9 +39,7 @@ class Balanced:
         """It is open until it ends."""
 
     def decode(self, request_id: str, n_tokens: int) -> int:
-        """See :class:`~shoal.ir.phases.Dispatcher`."""
         return self._open[request_id]
 
     def ended(self, request_id: str) -> None:
-        """See :class:`~shoal.ir.phases.Dispatcher`."""
         self._loads[self._open.pop(request_id)] -= 1

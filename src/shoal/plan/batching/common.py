@@ -6,8 +6,9 @@ A scheduler is what :class:`~shoal.ir.engine.Scheduler` promises; it adds ``plan
 from __future__ import annotations
 
 import hashlib
-import struct
+from array import array
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
@@ -28,16 +29,8 @@ from shoal.ir import (
     StepResult,
 )
 from shoal.ir.serving import FinishReason
+from shoal.plan.batching.cohort import Cohort
 from shoal.plan.batching.preemption.recompute import RecomputePreemption
-
-__all__ = [
-    "BlockSize",
-    "DigestChain",
-    "Queues",
-    "guessable",
-    "most_cached",
-    "whole_blocks",
-]
 
 _DIGEST_BYTES = 16
 # Twice as fast as Output(...), which matters with millions of tokens.
@@ -69,26 +62,36 @@ class DigestChain:
 
     The adapter and the salt are part of them. They are cryptographic: with a plain hash, a client
     could make a prompt that is answered from another client's cache.
-
-    Args:
-        request: whose.
-        block_size: tokens of a block.
     """
 
-    __slots__ = ("_pack", "_size", "_state", "digests")
+    __slots__ = ("_digests", "_identity", "_state")
 
     def __init__(self, request: Request, block_size: int) -> None:
-        self.digests: list[bytes] = []
-        self._size, self._pack = block_size, struct.Struct(f"{block_size}q").pack
-        begin = repr((request.adapter, request.salt)).encode() + b"\0"
+        self._digests: list[bytes] = []
+        self._identity = block_size, request.adapter, request.salt
+        begin = repr(self._identity[1:]).encode() + b"\0"
         self._state = hashlib.blake2b(begin, digest_size=_DIGEST_BYTES)
 
-    def upto(self, request: Request, blocks: int) -> list[bytes]:
+    def upto(self, request: Request, blocks: int) -> Sequence[bytes]:
         """At least the digests of the first ``blocks`` full blocks of the same request."""
-        digests, size, tokens = self.digests, self._size, request.tokens
-        for first in range(len(digests) * size, blocks * size, size):
-            self._state.update(self._pack(*tokens[first : first + size]))
+        digests, size = self._digests, self._identity[0]
+        first, stop = len(digests) * size, blocks * size
+        if first >= stop:
+            return digests
+        prompt = request.prompt
+        if prompt is not None:
+            tokens, known = prompt.digests.get(self._identity, ((), ()))
+            if (
+                len(known) >= blocks
+                and tokens[len(prompt) : stop] == request.tokens[len(prompt) : stop]
+            ):
+                return known
+        packed = memoryview(array("q", request.tokens[first:stop])).cast("B")
+        for place in range(0, len(packed), 8 * size):
+            self._state.update(packed[place : place + 8 * size])
             digests.append(self._state.digest())
+        if prompt is not None:
+            prompt.digests[self._identity] = request.tokens[:stop], [*digests]
         return digests
 
 
@@ -104,7 +107,7 @@ def guessable(params: SamplingParams) -> bool:
         and not params.logit_bias
         and not params.min_tokens
         and params.grammar is None
-        and params.pooling is None
+        and not params.reads_prompt
     )
 
 
@@ -118,7 +121,6 @@ class Queues:
 
     Args:
         kv: bookkeeping of the cache; this scheduler is its only user.
-        limits: what to keep to.
         preemption: what becomes of a cache that is taken away; by recomputing if not given.
     """
 
@@ -135,6 +137,8 @@ class Queues:
         self.requests: dict[str, Request] = {}
         # Whether decodes guess tokens; set by code whose runner can.
         self.drafting: Drafting | None = None
+        # Decodes that are counted, where a simulation asks for no more.
+        self.cohort = Cohort(kv)
 
     @property
     def num_waiting(self) -> int:
@@ -236,7 +240,12 @@ class Queues:
         if self.drafting is not None and {chunk.length for chunk in step.chunks} == {1}:
             nodes = sum(result.guessed.values())
             self.drafting.took(len(step.chunks), len(result.guessed), nodes, result.seconds)
-        for request, start, length, _ in step.chunks:
+        chunks: Sequence[Chunk] = step.chunks
+        if step.decodes:
+            leaving = self._in_order(self.cohort.advance())
+            tokens_of = {**tokens_of, **dict.fromkeys(leaving, (0,))}
+            chunks = [*leaving.values(), *chunks]
+        for request, start, length, _ in chunks:
             name = request.id
             if running.get(name) is not request:
                 continue  # aborted while the step ran
@@ -273,6 +282,12 @@ class Queues:
             if finish is not None:
                 self._forget(request, keep=True)
         return outputs
+
+    def _in_order(self, chunks: dict[str, Chunk]) -> dict[str, Chunk]:
+        """Chunks by the ids of their requests, the oldest first."""
+        if len(chunks) < 2:
+            return chunks
+        return {name: chunks[name] for name in self.running if name in chunks}
 
     def _drafts(self, chunks: list[Chunk], room: int) -> list[Chunk]:
         """Decodes with the guesses that there is room for; no request gives way to a guess.
@@ -313,6 +328,7 @@ class Queues:
         """What the cache held of a request is gone: it waits again, before all others."""
         if self.running.pop(request.id, None) is None:
             return
+        self.cohort.leave(request.id)
         self.preemption.take(request)
         request.state = "waiting"
         request.preemptions += 1
@@ -320,6 +336,7 @@ class Queues:
 
     def _forget(self, request: Request, *, keep: bool) -> None:
         self.running.pop(request.id, None)
+        self.cohort.leave(request.id)
         del self.requests[request.id]
         self.preemption.drop(request, keep=keep)
         request.state = "finished"

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from shoal.core.errors import require
 
-__all__ = ["LeastLoadedDispatcher"]
-
 
 class LeastLoadedDispatcher:
     """Books of open requests; see :class:`~shoal.ir.phases.Dispatcher`.
@@ -28,23 +26,19 @@ class LeastLoadedDispatcher:
         self._decodes = _Books(decode) if decode else None
 
     def prompt(self, request_id: str, n_tokens: int) -> int:
-        """See :class:`~shoal.ir.phases.Dispatcher`."""
         return self._prompts.take(request_id, n_tokens)
 
     def prompted(self, request_id: str) -> None:
-        """See :class:`~shoal.ir.phases.Dispatcher`."""
         # An instance of both phases is loaded by generating requests, too.
         if self._decodes is not None:
             self._prompts.leave(request_id)
 
     def decode(self, request_id: str, n_tokens: int) -> int:
-        """See :class:`~shoal.ir.phases.Dispatcher`."""
         if self._decodes is None:
             return self._prompts.where(request_id)
         return self._decodes.take(request_id, n_tokens)
 
     def ended(self, request_id: str) -> None:
-        """See :class:`~shoal.ir.phases.Dispatcher`."""
         self._prompts.leave(request_id)
         if self._decodes is not None:
             self._decodes.leave(request_id)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from shoal.core.errors import PlanError, require
 
-__all__ = ["Domain", "Empty", "prime_factors"]
-
 # Below so many candidates a domain is a list of values.
 EXPLICIT = 2048
 
@@ -24,8 +22,6 @@ class Domain:
     """Values that a variable may have.
 
     Args:
-        low: smallest.
-        high: largest.
         values: all of them in rising order, or None for every multiple of ``factor``.
         factor: what divides every value.
         primes: no value has other prime factors than these; None: any.

@@ -62,8 +62,6 @@ class Solution(Mapping[str, int]):
     """An assignment that satisfies a system, and is the best where there is an objective.
 
     Args:
-        assignment: variable -> value, facts among them.
-        objective: value of the objective, or None.
         nodes: nodes that the search visited.
     """
 

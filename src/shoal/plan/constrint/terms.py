@@ -12,21 +12,6 @@ from dataclasses import dataclass
 
 from shoal.plan.constrint.domain import Domain, Empty, prime_factors
 
-__all__ = [
-    "AllOf",
-    "AnyOf",
-    "Box",
-    "Constraint",
-    "Divides",
-    "Expression",
-    "Number",
-    "Power",
-    "Product",
-    "Relation",
-    "Sum",
-    "Variable",
-]
-
 # Numbers up to here are taken apart into primes.
 _FACTORED = 1 << 32
 
@@ -74,28 +59,22 @@ class Number(Expression):
     names: frozenset[str] = frozenset()
 
     def value(self, at: Mapping[str, int]) -> int:
-        """See :class:`Expression`."""
         return self.number
 
     def range(self, box: Box) -> Interval:
-        """See :class:`Expression`."""
         return self.number, self.number
 
     def factor(self, box: Box) -> int:
-        """See :class:`Expression`."""
         return abs(self.number)
 
     def primes(self, box: Box) -> frozenset[int] | None:
-        """See :class:`Expression`."""
         return prime_factors(self.number) if abs(self.number) < _FACTORED else None
 
     def within(self, box: Box, low: int, high: int) -> None:
-        """See :class:`Expression`."""
         if not low <= self.number <= high:
             raise Empty
 
     def divisible(self, box: Box, factor: int) -> None:
-        """See :class:`Expression`."""
         if self.number % factor if factor else self.number:
             raise Empty
 
@@ -108,21 +87,17 @@ class Variable(Expression):
     names: frozenset[str]
 
     def value(self, at: Mapping[str, int]) -> int:
-        """See :class:`Expression`."""
         return at[self.name]
 
     def range(self, box: Box) -> Interval:
-        """See :class:`Expression`."""
         domain = box[self.name]
         return domain.low, domain.high
 
     def factor(self, box: Box) -> int:
-        """See :class:`Expression`."""
         domain = box[self.name]
         return abs(domain.low) if domain.fixed else domain.factor
 
     def primes(self, box: Box) -> frozenset[int] | None:
-        """See :class:`Expression`."""
         domain = box[self.name]
         few = domain.values is not None and len(domain.values) <= 16
         if few and max(abs(domain.low), abs(domain.high)) < _FACTORED:
@@ -131,19 +106,16 @@ class Variable(Expression):
         return domain.primes
 
     def within(self, box: Box, low: int, high: int) -> None:
-        """See :class:`Expression`."""
         domain = box[self.name]
         if low > domain.low or high < domain.high:
             box[self.name] = domain.narrowed(low, high)
 
     def divisible(self, box: Box, factor: int) -> None:
-        """See :class:`Expression`."""
         domain = box[self.name]
         if factor == 0 or domain.factor % factor:
             box[self.name] = domain.narrowed(factor=factor)
 
     def composed(self, box: Box, primes: frozenset[int]) -> None:
-        """See :class:`Expression`."""
         domain = box[self.name]
         if domain.primes is None or not domain.primes <= primes:
             box[self.name] = domain.narrowed(primes=primes)
@@ -157,20 +129,16 @@ class Sum(Expression):
     names: frozenset[str]
 
     def value(self, at: Mapping[str, int]) -> int:
-        """See :class:`Expression`."""
         return sum(term.value(at) for term in self.terms)
 
     def range(self, box: Box) -> Interval:
-        """See :class:`Expression`."""
         ranges = [term.range(box) for term in self.terms]
         return sum(low for low, _ in ranges), sum(high for _, high in ranges)
 
     def factor(self, box: Box) -> int:
-        """See :class:`Expression`."""
         return math.gcd(*(term.factor(box) for term in self.terms))
 
     def within(self, box: Box, low: int, high: int) -> None:
-        """See :class:`Expression`."""
         ranges = [term.range(box) for term in self.terms]
         below, above = sum(a for a, _ in ranges), sum(b for _, b in ranges)
         if below > high or above < low:
@@ -179,7 +147,6 @@ class Sum(Expression):
             term.within(box, max(a, low - (above - b)), min(b, high - (below - a)))
 
     def divisible(self, box: Box, factor: int) -> None:
-        """See :class:`Expression`."""
         for index, term in enumerate(self.terms):
             others = [t.factor(box) for i, t in enumerate(self.terms) if i != index]
             term.divisible(box, math.gcd(factor, *others))
@@ -193,22 +160,18 @@ class Product(Expression):
     names: frozenset[str]
 
     def value(self, at: Mapping[str, int]) -> int:
-        """See :class:`Expression`."""
         return math.prod(factor.value(at) for factor in self.factors)
 
     def range(self, box: Box) -> Interval:
-        """See :class:`Expression`."""
         result = (1, 1)
         for factor in self.factors:
             result = _times(result, factor.range(box))
         return result
 
     def factor(self, box: Box) -> int:
-        """See :class:`Expression`."""
         return math.prod(factor.factor(box) for factor in self.factors)
 
     def primes(self, box: Box) -> frozenset[int] | None:
-        """See :class:`Expression`."""
         numbers: set[int] = set()
         for factor in self.factors:
             primes = factor.primes(box)
@@ -218,7 +181,6 @@ class Product(Expression):
         return frozenset(numbers)
 
     def within(self, box: Box, low: int, high: int) -> None:
-        """See :class:`Expression`."""
         for index, factor in enumerate(self.factors):
             rest = (1, 1)
             for other, item in enumerate(self.factors):
@@ -229,7 +191,6 @@ class Product(Expression):
                 factor.within(box, *bounds)
 
     def divisible(self, box: Box, factor: int) -> None:
-        """See :class:`Expression`."""
         # What is left of the factor when all that the others could have is taken out of it.
         for index, item in enumerate(self.factors):
             left = factor
@@ -242,7 +203,6 @@ class Product(Expression):
                 item.divisible(box, left)
 
     def composed(self, box: Box, primes: frozenset[int]) -> None:
-        """See :class:`Expression`."""
         for factor in self.factors:
             factor.composed(box, primes)
 
@@ -256,11 +216,9 @@ class Power(Expression):
     names: frozenset[str]
 
     def value(self, at: Mapping[str, int]) -> int:
-        """See :class:`Expression`."""
         return int(self.base.value(at) ** self.exponent)
 
     def range(self, box: Box) -> Interval:
-        """See :class:`Expression`."""
         low, high = self.base.range(box)
         ends = sorted((low**self.exponent, high**self.exponent))
         if self.exponent % 2 == 0 and low < 0 < high:
@@ -268,15 +226,12 @@ class Power(Expression):
         return ends[0], ends[1]
 
     def factor(self, box: Box) -> int:
-        """See :class:`Expression`."""
         return int(self.base.factor(box) ** self.exponent)
 
     def primes(self, box: Box) -> frozenset[int] | None:
-        """See :class:`Expression`."""
         return self.base.primes(box)
 
     def within(self, box: Box, low: int, high: int) -> None:
-        """See :class:`Expression`."""
         if self.exponent % 2:
             self.base.within(
                 box,
@@ -296,11 +251,9 @@ class Power(Expression):
             self.base.within(box, below, -bottom)
 
     def composed(self, box: Box, primes: frozenset[int]) -> None:
-        """See :class:`Expression`."""
         self.base.composed(box, primes)
 
     def divisible(self, box: Box, factor: int) -> None:
-        """See :class:`Expression`."""
         # The base has every prime of the factor.
         if 1 < factor < _FACTORED:
             self.base.divisible(box, math.prod(prime_factors(factor)))
@@ -393,12 +346,10 @@ class Relation(Constraint):
     names: frozenset[str]
 
     def holds(self, at: Mapping[str, int]) -> bool:
-        """See :class:`Constraint`."""
         left, right = self.left.value(at), self.right.value(at)
         return left == right if self.equal else left <= right
 
     def narrow(self, box: Box) -> None:
-        """See :class:`Constraint`."""
         low, high = self.left.range(box)
         below, above = self.right.range(box)
         if self.equal:
@@ -431,12 +382,10 @@ class Divides(Constraint):
     names: frozenset[str]
 
     def holds(self, at: Mapping[str, int]) -> bool:
-        """See :class:`Constraint`."""
         by = self.right.value(at)
         return by != 0 and self.left.value(at) % by == 0
 
     def narrow(self, box: Box) -> None:
-        """See :class:`Constraint`."""
         low, high = self.right.range(box)
         if low == 0 == high:
             raise Empty
@@ -466,11 +415,9 @@ class AllOf(Constraint):
     names: frozenset[str]
 
     def holds(self, at: Mapping[str, int]) -> bool:
-        """See :class:`Constraint`."""
         return all(part.holds(at) for part in self.parts)
 
     def narrow(self, box: Box) -> None:
-        """See :class:`Constraint`."""
         for part in self.parts:
             part.narrow(box)
 
@@ -483,7 +430,6 @@ class AnyOf(Constraint):
     names: frozenset[str]
 
     def holds(self, at: Mapping[str, int]) -> bool:
-        """See :class:`Constraint`."""
         return any(part.holds(at) for part in self.parts)
 
     def narrow(self, box: Box) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.core.errors import ConfigError, nearest, require
+from shoal.core.errors import ConfigError, require, suggestion
 from shoal.plan.constrint.domain import Domain, Empty, prime_factors
 from shoal.plan.constrint.terms import (
     AllOf,
@@ -22,8 +22,6 @@ from shoal.plan.constrint.terms import (
     Sum,
     Variable,
 )
-
-__all__ = ["ConstraintSystem", "ConstraintText", "parse"]
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,8 @@ class _Reader:
         """Nothing is left."""
         if self.word():
             raise ConfigError(
-                f"constrint: {self.text!r}: expected the end, found {self.word()!r}; "
+                f"constrint: {self.text!r}: expected the end of the statement, found "
+                f"{self.word()!r}; "
                 "part statements by ; or a new line"
             )
 
@@ -352,9 +351,8 @@ class _Reader:
                 f"constrint: {self.text!r}: expected a number, a name or a bracket, found {word!r}"
             )
         if word not in self.known:
-            hint = nearest(word, self.known)
             raise ConfigError(
                 f"constrint: {self.text!r}: {word} has no domain; write {word} in LOW..HIGH; "
-                f"there are {', '.join(self.known)}" + (f"; {hint}" if hint else "")
+                f"there are {', '.join(self.known)}" + suggestion(word, self.known)
             )
         return Variable(word, frozenset({word}))

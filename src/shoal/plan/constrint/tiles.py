@@ -24,19 +24,6 @@ from shoal.ir import Machine
 from shoal.machine import host
 from shoal.plan.constrint.solve import Solution, solve
 
-__all__ = [
-    "GATES",
-    "Facts",
-    "LinearShape",
-    "RecurrenceShape",
-    "Tiling",
-    "facts_of",
-    "here",
-    "linear_system",
-    "recurrence_system",
-    "tiling",
-]
-
 # Gates with a recurrent product, of each function of :mod:`shoal.kernel.rnn`.
 GATES = {"lstm": 4, "gru": 3, "elman": 1, "slstm": 4}
 
@@ -75,7 +62,6 @@ class RecurrenceShape(Value):
 
     Args:
         hidden: units of all heads.
-        heads: heads, each with a recurrent matrix of its own.
         batch: sequences.
         function: lstm, gru, elman or slstm.
         lanes: numbers that are computed with at once in 64 bytes.
@@ -111,8 +97,6 @@ class LinearShape(Value):
 
     Args:
         m: rows.
-        n: outputs.
-        k: inputs.
         bits: of a weight.
         group: weights that share a scale; a block of inputs is a multiple of it.
     """

@@ -23,18 +23,16 @@ from shoal.plan.constrint.tiles import (
     tiling,
 )
 
-__all__ = ["TilesStudy"]
-
 # Type of a recurrent matrix -> numbers of a vector of 64 bytes, and bytes of a number.
 _SIZES = {"fp64": (8, 8), "fp32": (16, 4), "bf16": (16, 2)}
 
 
 @part
 class TilesStudy:
-    """Solve for the tiles of a kernel: integers under the constraints of a machine.
+    """Choose the tile sizes of a kernel by an integer constraint solver.
 
-    Without a machine they are those of the CPU of this process. Where no tiles exist, the
-    constraints that cannot hold together are named.
+    Without `--machine`, the constraints are those of this CPU. If no solution exists, the
+    conflicting constraints are named.
 
     **Examples**
 
@@ -101,7 +99,7 @@ class TilesStudy:
                 return Explanation(blocks=(text.rstrip(),), data=text)
             solution = solve(text)
         shown = meanings or dict.fromkeys(solution, "")
-        best = "solved" if solution.objective is None else "the best there is, proved"
+        best = "solved" if solution.objective is None else "proven optimum"
         return Explanation(
             blocks=(
                 Table(

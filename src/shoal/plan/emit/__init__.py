@@ -20,7 +20,7 @@ EMITTERS = PartTable(
         "llamacpp": "shoal.plan.emit.llamacpp:LlamaCpp",
     },
     about=(
-        "The launch files of another engine, written from a plan. Chosen by `shoal plan train "
+        "Writers of launch files for other engines. Chosen by `shoal plan train "
         "--emit` and `shoal plan serve --emit`."
     ),
     protocol="shoal.plan.emit.protocols:Emitter",

@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Literal
 from shoal.core.files import to_yaml
 from shoal.core.parts import part
 from shoal.core.traits import traits
-from shoal.cost.gpu.engines import ACCELERATE
-from shoal.cost.gpu.spec import EngineSpec
 from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.shared import (
     accumulation,
@@ -21,8 +19,6 @@ from shoal.plan.emit.shared import (
     refuses_train,
     script,
 )
-
-__all__ = ["Accelerate"]
 
 # Rotation of keys and values by the name that Accelerate has for it.
 CONTEXTS = {"zigzag": "alltoall", "all_gather": "allgather"}
@@ -40,10 +36,8 @@ class Accelerate:
     """``accelerate.yaml``, and ``launch.sh`` for a script that uses ``accelerate.Accelerator``."""
 
     job: ClassVar[Literal["train", "serve"]] = "train"
-    runs_as: ClassVar[EngineSpec | None] = ACCELERATE
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split = plan.job, plan.job.parallel
@@ -67,7 +61,6 @@ class Accelerate:
         return tuple(result)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         whole = allowed(plan, TrainPlan, "accelerate", self.refuses(plan))
         job = whole.job
         nodes, _ = nodes_of(whole)

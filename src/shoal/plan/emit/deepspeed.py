@@ -10,8 +10,6 @@ import json
 from typing import Any, ClassVar, Literal
 
 from shoal.core.parts import part
-from shoal.cost.gpu.engines import DEEPSPEED
-from shoal.cost.gpu.spec import EngineSpec
 from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.totals import steps_of
 from shoal.ir import ServePlan, TrainPlan
@@ -27,8 +25,6 @@ from shoal.plan.emit.shared import (
     warmup_steps,
 )
 
-__all__ = ["DeepSpeed"]
-
 STAGES = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
@@ -37,10 +33,8 @@ class DeepSpeed:
     """``ds_config.json``, and ``launch.sh`` for a script that takes ``--deepspeed_config``."""
 
     job: ClassVar[Literal["train", "serve"]] = "train"
-    runs_as: ClassVar[EngineSpec | None] = DEEPSPEED
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split = plan.job, plan.job.parallel
@@ -60,7 +54,6 @@ class DeepSpeed:
         return tuple(result)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         whole = allowed(plan, TrainPlan, "deepspeed", self.refuses(plan))
         nodes, ranks = nodes_of(whole)
         seq_len = whole.job.seq_len

@@ -9,12 +9,9 @@ from annotated_types import Ge, Gt, Le
 
 from shoal.core.files import to_yaml
 from shoal.core.parts import part
-from shoal.cost.gpu.spec import EngineSpec
 from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.phases import phases_of
 from shoal.plan.emit.shared import allowed, check_host, header, script, unexpressed
-
-__all__ = ["DTYPES", "GpuServer"]
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -36,14 +33,12 @@ class GpuServer(ABC):
     host: str = "127.0.0.1"
     memory: Annotated[float, Gt(0), Le(1)] = 0.9
     job: ClassVar[Literal["train", "serve"]] = "serve"
-    runs_as: ClassVar[EngineSpec | None] = None
     engine: ClassVar[str]
 
     def __post_init__(self) -> None:
         check_host(self.engine, self.host)
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         if not isinstance(plan, ServePlan):
             return ("a training plan",)
         job = plan.job
@@ -53,11 +48,19 @@ class GpuServer(ABC):
                 f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp"
             )
         expresses = {"scheduler": ("fcfs",)} if job.disagg is None else {}
-        results += unexpressed(job, {**expresses, "kv": ("paged",)}, _WHY)
+        expresses |= {"kv": ("paged",), "kv_format": ("plain",), "memory": ("resident",)}
+        expresses |= {"preempt": ("recompute",)}
+        results += unexpressed(job, expresses, _WHY)
+        if job.weights == "plain" != plan.shape.weights:
+            results.append(
+                f"weights = plain: the files of {plan.shape.name} hold {plan.shape.weights}, and "
+                f"it computes with what they hold; use weights = {plan.shape.weights}"
+            )
+        if job.speculative is not None:
+            results.append(f"speculative = {job.speculative.name}: it has guesses of its own")
         return (*results, *self._refuses(plan))
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         whole = allowed(plan, ServePlan, self.engine, self.refuses(plan))
         if phases_of(whole):
             return self._apart(whole)

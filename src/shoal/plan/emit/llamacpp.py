@@ -11,12 +11,9 @@ from annotated_types import Ge, Le
 
 from shoal.core.parts import part, table
 from shoal.core.traits import traits
-from shoal.cost.gpu.spec import EngineSpec
 from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.shared import allowed, check_host, header, option, script
 from shoal.plan.serving.inputs import precision_of
-
-__all__ = ["LlamaCpp"]
 
 # Sequences that one of its contexts can hold.
 MOST_SLOTS = 256
@@ -35,13 +32,11 @@ class LlamaCpp:
     port: Annotated[int, Ge(1), Le(65535)] = 8080
     host: str = "127.0.0.1"
     job: ClassVar[Literal["train", "serve"]] = "serve"
-    runs_as: ClassVar[EngineSpec | None] = None
 
     def __post_init__(self) -> None:
         check_host("llamacpp", self.host)
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         if not isinstance(plan, ServePlan):
             return ("a training plan",)
         job = plan.job
@@ -62,7 +57,6 @@ class LlamaCpp:
         return tuple(results)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         whole = allowed(plan, ServePlan, "llamacpp", self.refuses(plan))
         job = whole.job
         most = job.max_position or whole.shape.max_position

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from shoal.core.errors import PlanError
 from shoal.core.parts import part
 from shoal.core.traits import traits
-from shoal.cost.gpu.engines import MEGATRON
-from shoal.cost.gpu.spec import EngineSpec
+from shoal.cost.gpu.engines import check_overlap
+from shoal.cost.gpu.spec import groups_of
+from shoal.cost.latent import latent_of
+from shoal.cost.price.experts import spread
 from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.totals import steps_of
-from shoal.ir import ModelShape, ServePlan, TrainJob, TrainPlan
+from shoal.ir import ModelShape, ServePlan, TrainPlan
 from shoal.plan.emit.shared import (
     accumulation,
     adamw,
@@ -24,12 +27,12 @@ from shoal.plan.emit.shared import (
     option,
     rate_course,
     refuses_train,
+    save_every,
+    saves_behind,
     script,
     torchrun,
     warmup_steps,
 )
-
-__all__ = ["Megatron"]
 
 # Attention of these shapes needs more numbers than a shape holds.
 ATTENTIONS = ("MHA", "GQA", "MQA")
@@ -50,17 +53,26 @@ class Megatron:
     """``launch.sh``, which starts ``pretrain_gpt.py`` with every argument that the plan decides."""
 
     job: ClassVar[Literal["train", "serve"]] = "train"
-    runs_as: ClassVar[EngineSpec | None] = MEGATRON
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split, shape = plan.job, plan.job.parallel, plan.shape
-        result = refuses_train(plan, EXPRESSES)
+        # Norms and activation functions run again by themselves in mixtures alone.
+        result = refuses_train(
+            plan,
+            EXPRESSES,
+            selective=bool(shape.num_experts),
+            products=("fp8", "mxfp8"),
+            overlaps=("none", "tile", "experts"),
+        )
+        try:
+            check_overlap(job)
+        except PlanError as cause:
+            result.append(str(cause))
         if plan.machine.device.kind == "cpu":
             result.append(f"machine = {plan.machine.name}: it trains on GPUs")
-        if shape.attention not in ATTENTIONS:
+        if shape.attention not in ATTENTIONS and not latent_of(shape):
             result.append(
                 f"model = {shape.name}: its {shape.attention} attention needs more numbers than "
                 "a plan holds"
@@ -82,20 +94,19 @@ class Megatron:
         return tuple(result)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         whole = allowed(plan, TrainPlan, "megatron", self.refuses(plan))
         shape = whole.shape
-        arguments = [*_model(shape), *_training(whole.job), *_parallel(whole), *_data()]
+        arguments = [*_model(shape), *_training(whole), *_parallel(whole), *_data()]
         words = [*torchrun(whole), '"${MEGATRON:-.}/pretrain_gpt.py"', *arguments]
         usage = (
             "# Usage on node N (from 0): sh launch.sh N ADDRESS_OF_NODE_0\n"
             "# MEGATRON: the directory of Megatron-LM. DATA: prefix of an indexed data set.\n"
             "# TOKENIZER: the model's Hugging Face name or directory. SAVE: for checkpoints.\n"
-            f"# A plan does not hold the base of {shape.name}'s rotary positions: ROTARY_BASE.\n"
         )
         # One queue of launches lets kernels of communication start beside those that compute;
-        # its fully sharded weights want several.
-        before = "CUDA_DEVICE_MAX_CONNECTIONS=1\nexport CUDA_DEVICE_MAX_CONNECTIONS\n"
+        # its fully sharded weights, and the passes of two micro-batches at a time, want several.
+        queues = 32 if whole.job.parallel.overlap == "experts" else 1
+        before = f"CUDA_DEVICE_MAX_CONNECTIONS={queues}\nexport CUDA_DEVICE_MAX_CONNECTIONS\n"
         if whole.job.shard.name in SHARDING:
             before = "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
         return {"launch.sh": script(header(whole) + usage, words, before=before)}
@@ -111,12 +122,24 @@ def _model(shape: ModelShape) -> list[str]:
         option("--max-position-embeddings", shape.max_position),
         option("--vocab-size", shape.vocab_size),
     ]
-    if shape.num_kv_heads != shape.num_heads:
+    if latent := latent_of(shape):
+        model += [
+            "--multi-latent-attention",
+            option("--kv-lora-rank", latent.kv),
+            option("--qk-head-dim", latent.plain),
+            option("--qk-pos-emb-head-dim", latent.rotary),
+            option("--v-head-dim", latent.value),
+            *([option("--q-lora-rank", latent.query)] if latent.query else []),
+        ]
+    elif shape.num_kv_heads != shape.num_heads:
         model += ["--group-query-attention", option("--num-query-groups", shape.num_kv_heads)]
     if shape.gated:
         model += ["--swiglu", "--disable-bias-linear", option("--normalization", "RMSNorm")]
         model += [option("--position-embedding-type", "rope")]
-        model += ['--rotary-base "${ROTARY_BASE:-10000}"']
+        base = '"${ROTARY_BASE:?set it to rope_theta of the config.json of the model}"'
+        if shape.rope_base is not None:
+            base = f"{shape.rope_base:.0f}"
+        model.append(f"--rotary-base {base}")
     else:
         model.append(option("--position-embedding-type", "learned_absolute"))
     if shape.attention_bias and shape.gated:
@@ -130,9 +153,12 @@ def _model(shape: ModelShape) -> list[str]:
             option("--num-experts", shape.num_experts),
             option("--moe-router-topk", shape.top_k),
             option("--moe-ffn-hidden-size", shape.expert_hidden),
-            option("--moe-token-dispatcher-type", "alltoall"),
             "--moe-grouped-gemm",
         ]
+        reached, groups = groups_of(shape)
+        if groups > 1:
+            model += [option("--moe-router-num-groups", groups)]
+            model += [option("--moe-router-group-topk", reached)]
         if shape.num_shared_experts:
             width = shape.num_shared_experts * shape.expert_hidden
             model.append(option("--moe-shared-expert-intermediate-size", width))
@@ -143,7 +169,8 @@ def _model(shape: ModelShape) -> list[str]:
     return model
 
 
-def _training(job: TrainJob) -> list[str]:
+def _training(plan: TrainPlan) -> list[str]:
+    job = plan.job
     own, course = adamw(job), rate_course(job)
     steps, warm = steps_of(job), warmup_steps(job)
     results = [
@@ -173,6 +200,14 @@ def _training(job: TrainJob) -> list[str]:
         results.append(option("--lr-warmup-iters", warm))
     if job.precision == "bf16":
         results.append("--bf16")
+    if job.products != "same":
+        recipe = {"fp8": "tensorwise", "mxfp8": "mxfp8"}[job.products]
+        results += [option("--fp8-format", "hybrid" if recipe == "tensorwise" else "e4m3")]
+        results += [option("--fp8-recipe", recipe)]
+    if job.recompute == "selective":
+        results.append(option("--recompute-granularity", "selective"))
+        up = " mla_up_proj" if latent_of(plan.shape) else ""
+        results.append("--recompute-modules layernorm moe_act" + up)
     if job.recompute == "full":
         results += [
             option("--recompute-granularity", "full"),
@@ -180,9 +215,11 @@ def _training(job: TrainJob) -> list[str]:
             option("--recompute-num-layers", 1),
         ]
     results += [option("--log-interval", job.log_every), "--log-throughput"]
-    every = job.checkpoint.fixed_every("Megatron")
+    every = save_every(plan)
     if every:
         results.append(option("--save-interval", every))
+    if saves_behind(plan):
+        results.append("--async-save")
     return results
 
 
@@ -201,6 +238,13 @@ def _parallel(plan: TrainPlan) -> list[str]:
     if shape.num_experts:
         results.append(option("--expert-model-parallel-size", split.ep))
         results.append(option("--expert-tensor-parallel-size", split.etp))
+        # Tokens cross once to a node, where experts lie on several.
+        far = spread(plan.machine, split)
+        results.append(option("--moe-token-dispatcher-type", "flex" if far else "alltoall"))
+        if far:
+            results.append(option("--moe-flex-dispatcher-backend", "hybridep"))
+        if split.overlap == "experts":
+            results += ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"]
     if split.sp:
         results.append("--sequence-parallel")
     chunks = split.pp * split.vpp

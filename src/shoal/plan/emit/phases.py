@@ -13,8 +13,6 @@ from shoal.core.files import to_yaml
 from shoal.ir import Phase, ServePlan
 from shoal.plan.emit.shared import header, script
 
-__all__ = ["first_port", "instance_number", "phase_files", "phases_of", "urls"]
-
 # Between the first ports of prefill and of decode instances, which stand above the router's.
 _APART = 100
 

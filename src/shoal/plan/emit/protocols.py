@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
-from shoal.cost.gpu.spec import EngineSpec
 from shoal.ir import ServePlan, TrainPlan
-
-__all__ = ["Emitter"]
 
 
 @runtime_checkable
@@ -21,15 +18,11 @@ class Emitter(Protocol):
 
     job: ClassVar[Literal["train", "serve"]]
 
-    runs_as: ClassVar[EngineSpec | None]
-    """How it runs a training step; None where plans are handed over as they were priced."""
-
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """What of the plan the engine cannot express; empty when it can do all of it.
 
         Each entry names the key, its value, and what the engine has instead.
         """
-        ...
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """Name of a file -> its text.
@@ -37,4 +30,3 @@ class Emitter(Protocol):
         Raises:
             PlanError: the plan is of another kind of job, or the engine refuses it.
         """
-        ...

@@ -13,13 +13,13 @@ from shoal.core.parts import part, table
 from shoal.ir import ServePlan
 from shoal.plan.emit.gpu_server import DTYPES, GpuServer
 from shoal.plan.emit.phases import first_port, phase_files, phases_of, urls
-from shoal.plan.emit.shared import header, model_word, script
+from shoal.plan.emit.shared import header, model_word, nodes_of, quantized, script
 from shoal.plan.serving.inputs import precision_of
-
-__all__ = ["SGLang"]
 
 # Where decode instances learn how to fetch from prefill instances.
 _BOOTSTRAP = 8998
+# Where the nodes of a server meet.
+_MEET = 20_000
 
 
 @part
@@ -36,11 +36,20 @@ class SGLang(GpuServer):
     engine: ClassVar[str] = "sglang"
 
     def _command(self, plan: ServePlan, config: str) -> list[str]:
-        return [
+        words = [
             "python -m sglang.launch_server",
             f"--model-path {model_word(plan)}",
             f'--config "$(dirname "$0")/{config}"',
         ]
+        nodes, _ = nodes_of(plan)
+        if nodes > 1:
+            usage = "on node N, from 0: sh launch.sh N ADDRESS_OF_NODE_0"
+            words += [
+                f"--nnodes {nodes}",
+                f'--node-rank "${{1:?{usage}}}"',
+                f'--dist-init-addr "${{2:?{usage}}}:{_MEET}"',
+            ]
+        return words
 
     def _apart(self, plan: ServePlan) -> dict[str, str]:
         configs, commands = {}, {}
@@ -73,26 +82,32 @@ class SGLang(GpuServer):
 
     def _config(self, plan: ServePlan) -> dict[str, Any]:
         job = plan.job
-        kv = table("kv").build(job.kv)
+        kv, dp = table("kv").build(job.kv), job.parallel.dp
         chunked = bool(job.scheduler.options.get("chunked", True))
         config: dict[str, Any] = {
             "host": self.host,
             "port": self.port,
-            "tp-size": job.parallel.tp,
+            "tp-size": job.parallel.tp * dp,
             "pp-size": job.parallel.pp,
             "dtype": DTYPES[precision_of(job)],
             "context-length": job.max_position or plan.shape.max_position,
-            "max-running-requests": job.max_running,
+            # It divides these limits among groups with attention of their own.
+            "max-running-requests": dp * job.max_running,
             # It counts the tokens of a prompt's part; -1 never cuts a prompt.
-            "chunked-prefill-size": job.max_step_tokens if chunked else -1,
+            "chunked-prefill-size": dp * job.max_step_tokens if chunked else -1,
             "max-prefill-tokens": job.max_step_tokens,
             "schedule-policy": "fcfs",
             "page-size": kv.block_size,
             "mem-fraction-static": self.memory,
             "random-seed": job.seed,
+            **quantized(plan),
         }
         if job.kv_tokens is not None:
-            config["max-total-tokens"] = job.kv_tokens
+            config["max-total-tokens"] = job.kv_tokens // dp
+        if dp > 1:
+            config |= {"dp-size": dp, "enable-dp-attention": True}
+        if job.parallel.ep > 1:
+            config["ep-size"] = job.parallel.ep
         if not kv.prefix_reuse:
             config["disable-radix-cache"] = True
         return config

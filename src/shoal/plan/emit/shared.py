@@ -7,32 +7,17 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from shoal.core.errors import PlanError, require
+from shoal.core.files import expanded
 from shoal.core.parts import Choice, table
+from shoal.core.sizes import human_bytes
+from shoal.core.traits import traits
 from shoal.cost.price.shares import microbatch_of
+from shoal.cost.training.step import Pricer
 from shoal.cost.training.totals import steps_of
-from shoal.ir import Job, ServePlan, TrainJob, TrainPlan
-
-__all__ = [
-    "accumulation",
-    "adamw",
-    "allowed",
-    "check_host",
-    "even_stages",
-    "header",
-    "model_word",
-    "nodes_of",
-    "option",
-    "rate_course",
-    "refuses_train",
-    "script",
-    "torchrun",
-    "unexpressed",
-    "warmup_steps",
-]
+from shoal.ir import Job, ServePlan, TrainJob, TrainPlan, Work
 
 _P = TypeVar("_P", TrainPlan, ServePlan)
 
@@ -92,13 +77,23 @@ def unexpressed(
     return results
 
 
-def refuses_train(plan: TrainPlan, expresses: Mapping[str, Sequence[str]]) -> list[str]:
+def refuses_train(
+    plan: TrainPlan,
+    expresses: Mapping[str, Sequence[str]],
+    *,
+    selective: bool = False,
+    products: Sequence[str] = (),
+    overlaps: Sequence[str] = ("none", "tile"),
+) -> list[str]:
     """What no foreign trainer can express, and what this one has no word for.
 
     Args:
         plan: the plan.
         expresses: see :func:`unexpressed`; a schedule matters to pipelines alone, a context to
             shared sequences.
+        selective: it can compute a part of a block again.
+        products: types of products that it has beside those of the job's precision.
+        overlaps: what may travel behind computing.
     """
     job, split = plan.job, plan.job.parallel
     results = []
@@ -114,12 +109,20 @@ def refuses_train(plan: TrainPlan, expresses: Mapping[str, Sequence[str]]) -> li
         requests.pop("parallel.context", None)
     elif "parallel.context" not in requests:
         results.append(f"parallel.cp = {split.cp}: use 1")
+    if "learns_answers" in traits("corpus", job.data):
+        results.append(f"data = {job.data.name}: its loss is on every token; give engine shoal")
+    if job.finetune is not None:
+        results.append(f"finetune = {job.finetune.name}: leave it out, or give engine shoal")
     if job.batching is not None:
         results.append(f"batching = {job.batching.name}: leave it out")
     if split.vocab_split == "pp":
         results.append("parallel.vocab = pp: use tp or none")
-    if job.recompute == "stage":
-        results.append("recompute = stage: use full or none")
+    if job.recompute == "stage" or (job.recompute == "selective" and not selective):
+        results.append(f"recompute = {job.recompute}: use full or none")
+    if job.products not in ("same", *products):
+        results.append(f"products = {job.products}: use {' or '.join(('same', *products))}")
+    if split.overlap not in overlaps:
+        results.append(f"parallel.overlap = {split.overlap}: use {' or '.join(overlaps)}")
     results += unexpressed(job, requests)
     if max(split.chunks) > 1:
         results.append(f"parallel.expert_chunks = {split.chunks}: use 1")
@@ -159,6 +162,21 @@ def adamw(job: TrainJob) -> dict[str, float]:
     return {key: getattr(part, key) for key in ("lr", "beta1", "beta2", "eps", "weight_decay")}
 
 
+def save_every(plan: TrainPlan) -> int:
+    """Steps between two saves, as the plan was priced; 0 for one at the end."""
+    every = plan.job.checkpoint.every
+    if every != "auto":
+        return every
+    work, pricer = Work(shape=plan.shape, job=plan.job), Pricer(plan.machine)
+    cost = plan.estimate or pricer.estimate(work)
+    return pricer.saving(work, cost.step_s.value).every
+
+
+def saves_behind(plan: TrainPlan) -> bool:
+    """Whether saves go to disk while training goes on."""
+    return "saves_behind" in traits("save_mode", plan.job.checkpoint.mode)
+
+
 def rate_course(job: TrainJob) -> dict[str, float | str]:
     """Options of the learning rate's course, with its ``name``."""
     part = table("lr_schedule").build(job.lr_schedule, where="lr_schedule")
@@ -183,7 +201,7 @@ def even_stages(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(base + (1 if chunks - 1 - more <= i < chunks - 1 else 0) for i in range(chunks))
 
 
-def nodes_of(plan: TrainPlan) -> tuple[int, int]:
+def nodes_of(plan: TrainPlan | ServePlan) -> tuple[int, int]:
     """(nodes, ranks of each) on which the ranks run."""
     world = plan.job.parallel.world
     if plan.machine.device.kind == "cpu":
@@ -206,7 +224,7 @@ def header(plan: TrainPlan | ServePlan, mark: str = "# ") -> str:
             step = plan.estimate.step_s
             lines.append(
                 f"Predicted: {step.value:.4g} s a step (90 %: {step.low:.4g} to {step.high:.4g}), "
-                f"{plan.estimate.memory_total / 1e9:.1f} GB a rank."
+                f"{human_bytes(plan.estimate.memory_total)} a rank."
             )
     elif "tokens_per_s" in plan.predicted:
         rate = plan.predicted["tokens_per_s"]
@@ -243,7 +261,16 @@ def torchrun(plan: TrainPlan) -> list[str]:
 
 def model_word(plan: TrainPlan | ServePlan) -> str:
     """A shell word for the model: its directory, or a variable that the user sets."""
-    model = plan.job.model
-    if Path(model).expanduser().is_dir():
+    model, held = plan.job.model, ""
+    if expanded(model).is_dir():
         return '"${MODEL:-' + model + '}"'
-    return '"${MODEL:?set MODEL to the directory or Hugging Face name of ' + model + '}"'
+    published = ("plain", plan.shape.weights)
+    if isinstance(plan, ServePlan) and plan.job.weights not in published and not quantized(plan):
+        held = f", whose files hold the weights in {plan.job.weights}"
+    return '"${MODEL:?set MODEL to the directory or Hugging Face name of ' + model + held + '}"'
+
+
+def quantized(plan: ServePlan) -> dict[str, str]:
+    """The option by which a server makes 8 bits of 16; other formats are read as they lie."""
+    made = plan.job.weights == "fp8" and plan.shape.weights == "plain"
+    return {"quantization": "fp8"} if made else {}

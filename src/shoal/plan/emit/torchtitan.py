@@ -13,8 +13,6 @@ from typing import ClassVar, Literal
 
 from shoal.core.parts import part
 from shoal.core.traits import traits
-from shoal.cost.gpu.engines import TORCHTITAN
-from shoal.cost.gpu.spec import EngineSpec
 from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.totals import steps_of
 from shoal.ir import ServePlan, TrainPlan
@@ -26,12 +24,12 @@ from shoal.plan.emit.shared import (
     header,
     rate_course,
     refuses_train,
+    save_every,
+    saves_behind,
     script,
     torchrun,
     warmup_steps,
 )
-
-__all__ = ["Torchtitan"]
 
 # Name of a shape -> torchtitan's module and its name for the size.
 MODELS = {
@@ -69,6 +67,11 @@ EXPRESSES = {
     "parallel.schedule": tuple(SCHEDULES),
     "parallel.context": ("zigzag",),
 }
+# Type of products -> what converts the blocks' linear layers, and its options.
+CONVERTERS = {
+    "fp8": ("Float8LinearConverter", 'filter_fqns=["lm_head"]'),
+    "mxfp8": ("MXFP8LinearConverter", 'fqns=["layers"]'),
+}
 MODULE = "shoal_plan"
 
 
@@ -77,14 +80,14 @@ class Torchtitan:
     """``shoal_plan.py``, whose function ``plan`` is the configuration, and ``launch.sh``."""
 
     job: ClassVar[Literal["train", "serve"]] = "train"
-    runs_as: ClassVar[EngineSpec | None] = TORCHTITAN
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split = plan.job, plan.job.parallel
-        result = refuses_train(plan, EXPRESSES)
+        # Its converters of linear layers leave experts as they are.
+        low = () if plan.shape.num_experts else tuple(CONVERTERS)
+        result = refuses_train(plan, EXPRESSES, selective=True, products=low, overlaps=("none",))
         divided = traits("shard", job.shard)
         if plan.shape.name not in MODELS:
             result.append(f"model = {plan.shape.name}: it has {', '.join(MODELS)}")
@@ -96,8 +99,6 @@ class Torchtitan:
             result.append("parallel.ep with shard = replicated: use zero2 or zero3")
         if split.order != "pp-dp-cp-tp":
             result.append(f"parallel.order = {split.order}: use pp-dp-cp-tp")
-        if split.overlap != "none":
-            result.append(f"parallel.overlap = {split.overlap}: use none")
         if split.stages and "splits_backward" in traits("schedule", split.schedule):
             result.append("parallel.stages with zbv: leave the stages out")
         if split.pp > 1:
@@ -107,7 +108,6 @@ class Torchtitan:
         return tuple(result)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         whole = allowed(plan, TrainPlan, "torchtitan", self.refuses(plan))
         words = [*torchrun(whole), f"-m torchtitan.train --module {MODULE} --config plan"]
         before = 'PYTHONPATH="$(dirname "$0")${PYTHONPATH:+:$PYTHONPATH}"\nexport PYTHONPATH\n'
@@ -203,16 +203,25 @@ def _module(plan: TrainPlan) -> str:
     rate["decay_type"] = "cosine" if course["name"] == "cosine" else "linear"
     if "decay" in course:
         rate["decay_ratio"] = course["decay"]
+    every = save_every(plan)
     checkpoint: dict[str, object] = {
-        "enable": job.checkpoint.fixed_every("torchtitan") > 0,
-        "interval": job.checkpoint.fixed_every("torchtitan") or steps or 1,
+        "enable": every > 0,
+        "interval": every or steps or 1,
+        "async_mode": "async" if saves_behind(plan) else "disabled",
         # It keeps at least two.
         "keep_latest_k": max(2, job.checkpoint.keep),
     }
     recompute, imported = "None", ""
-    if job.recompute == "full":
-        recompute = "FullAC.Config()"
-        imported = "from torchtitan.distributed.activation_checkpoint import FullAC\n"
+    if job.recompute != "none":
+        policy = f"{job.recompute.capitalize()}AC"
+        recompute = f"{policy}.Config()"
+        imported = f"from torchtitan.distributed.activation_checkpoint import {policy}\n"
+    spec, quantised = f'"{flavor}"', ""
+    if job.products != "same":
+        converter, options = CONVERTERS[job.products]
+        options += f", model_compile_enabled={job.compile}"
+        spec += f", converters=[{converter}.Config({options})]"
+        quantised = f"from torchtitan.components.quantization import {converter}\n"
     return f'''"""{header(plan, mark="").strip()}
 
 For torchtitan 0.3: python -m torchtitan.train --module {MODULE} --config plan
@@ -225,7 +234,7 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
-{imported}from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+{quantised}{imported}from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.{module} import model_registry
 from torchtitan.trainer import Trainer
@@ -233,7 +242,7 @@ from torchtitan.trainer import Trainer
 
 def plan() -> Trainer.Config:
     """The planned configuration."""
-    spec = model_registry("{flavor}")
+    spec = model_registry({spec})
     words = decoder_vocab_size(spec)
     return Trainer.Config(
         model_spec=spec,

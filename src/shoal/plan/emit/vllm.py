@@ -14,10 +14,8 @@ from shoal.core.traits import traits
 from shoal.ir import ServePlan
 from shoal.plan.emit.gpu_server import DTYPES, GpuServer
 from shoal.plan.emit.phases import first_port, phase_files, phases_of
-from shoal.plan.emit.shared import header, model_word, script
+from shoal.plan.emit.shared import header, model_word, nodes_of, quantized, script
 from shoal.plan.serving.inputs import precision_of
-
-__all__ = ["VLLM"]
 
 BLOCKS = (8, 16, 32, 64, 128)
 # Where instances exchange how to fetch from them.
@@ -41,6 +39,8 @@ class VLLM(GpuServer):
     def _refuses(self, plan: ServePlan) -> list[str]:
         job = plan.job
         results = []
+        if job.parallel.ep not in (1, job.parallel.tp * job.parallel.dp):
+            results.append(f"parallel.ep = {job.parallel.ep}: use 1, or tp x dp")
         block = getattr(table("kv").build(job.kv), "block_size", BLOCKS[0])
         if "fixed_size_blocks" in traits("kv", job.kv) and block not in BLOCKS:
             words = ", ".join(map(str, BLOCKS))
@@ -54,7 +54,12 @@ class VLLM(GpuServer):
         return results
 
     def _command(self, plan: ServePlan, config: str) -> list[str]:
-        return ["vllm serve", model_word(plan), f'--config "$(dirname "$0")/{config}"']
+        words = ["vllm serve", model_word(plan), f'--config "$(dirname "$0")/{config}"']
+        nodes, _ = nodes_of(plan)
+        if nodes > 1:
+            joined = f"ray start on {nodes} nodes first, and then give its address"
+            words[0] = f'env RAY_ADDRESS="${{RAY_ADDRESS:?{joined}}}" vllm serve'
+        return words
 
     def _apart(self, plan: ServePlan) -> dict[str, str]:
         configs, commands = {}, {}
@@ -98,9 +103,18 @@ class VLLM(GpuServer):
             "gpu-memory-utilization": self.memory,
             "block-size": kv.block_size,
             "seed": job.seed,
+            **quantized(plan),
         }
         if job.kv_tokens is not None:
-            config["num-gpu-blocks-override"] = job.kv_tokens // kv.block_size
+            config["num-gpu-blocks-override"] = job.kv_tokens // job.parallel.dp // kv.block_size
+        if job.parallel.dp > 1:
+            config["data-parallel-size"] = job.parallel.dp
+        if job.parallel.ep > 1:
+            config["enable-expert-parallel"] = True
+        if nodes_of(plan)[0] > 1:  # which join a Ray cluster before it starts
+            config["distributed-executor-backend"] = "ray"
+            if job.parallel.dp > 1:
+                config["data-parallel-backend"] = "ray"
         # A switch of its configuration file can be set, not unset: the other one is.
         config["enable-prefix-caching" if kv.prefix_reuse else "no-enable-prefix-caching"] = True
         chunked = _chunked(job.scheduler.options)

@@ -20,15 +20,12 @@ from shoal.ir import Estimate, Machine, Parallel, TrainJob, Work
 from shoal.plan.strategy.judge import usable_bytes
 from shoal.plan.strategy.space import candidates
 
-__all__ = ["Fold", "folds"]
-
 
 class Fold(NamedTuple):
     """A pair of grids, and what a step with it costs.
 
     Args:
         parallel: both grids.
-        estimate: of a step.
         near_bytes: that a rank sends in a step to experts of its own node, and gets back.
         far_bytes: to experts of other nodes.
         fits: the device has room for it.

@@ -8,8 +8,6 @@ from html import escape
 from shoal.core.svg import COLOURS
 from shoal.ir import Parallel
 
-__all__ = ["grids"]
-
 _BOX, _GAP, _LETTER, _TOP = 26, 4, 7.0, 44
 # Nodes that are drawn; more look the same.
 _NODES = 8
@@ -19,10 +17,6 @@ def grids(split: Parallel, per_node: int) -> str:
     """An SVG: the tensor-parallel groups, and those of the experts, folded and inside dp.
 
     A row is a node, a box a rank; ranks of one colour and one number exchange with each other.
-
-    Args:
-        split: both grids.
-        per_node: ranks of a node.
     """
     inside = split.model_copy(update={"fold": False})
     panels = [
@@ -40,7 +34,7 @@ def grids(split: Parallel, per_node: int) -> str:
         'font-family="sans-serif" font-size="12" role="img">',
         f"<title>{escape(_words(split))}</title>",
         "<style>text{fill:#222}.n{fill:#fff}@media (prefers-color-scheme: dark)"
-        "{text{fill:#eee}}</style>",
+        "{svg{background:#0f1219}text{fill:#eee}}</style>",
     ]
     out += [
         f'<text x="4" y="{_TOP + node * (_BOX + _GAP) + 18}">node {node}</text>'

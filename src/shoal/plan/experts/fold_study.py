@@ -9,12 +9,10 @@ from pydantic import PositiveInt
 
 from shoal.core.parts import part
 from shoal.core.sizes import human_bytes
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.ir import Explanation, Machine, Progress, TrainJob
 from shoal.plan.experts.fold import Fold, folds
 from shoal.plan.experts.fold_picture import grids
-
-__all__ = ["FoldStudy"]
 
 _SHOWN = 4
 _NEAR = "near and far: bytes that a rank sends in a step to experts of its node and of others"
@@ -22,7 +20,7 @@ _NEAR = "near and far: bytes that a rank sends in a step to experts of its node 
 
 @part
 class FoldStudy:
-    """Compare grids of experts over the ranks that attention splits its own way (MoE folding).
+    """Compare expert grids that differ from the attention grid (MoE parallel folding).
 
     Every legal pair of grids is priced; nothing runs.
 
@@ -86,7 +84,7 @@ def _row(one: Fold) -> tuple[str, ...]:
     return (
         f"pp{split.pp} dp{split.dp} cp{split.cp} tp{split.tp}",
         f"edp{split.edp} ep{split.ep} etp{split.etp}" + ("" if split.fold else " inside dp"),
-        f"{one.estimate.step_s.value:.3g} s",
+        f"{digits(one.estimate.step_s.value)} s",
         human_bytes(int(sum(one.estimate.memory_bytes.values()))),
         human_bytes(int(one.near_bytes)),
         human_bytes(int(one.far_bytes)),

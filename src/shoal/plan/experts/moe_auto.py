@@ -18,8 +18,6 @@ from shoal.ir import Machine, ModelShape, Parallel, TrainJob
 from shoal.plan.experts.moe_gradients import partition
 from shoal.plan.experts.moe_overlap import choose
 
-__all__ = ["AUTO", "ChunkChooser", "slices_of"]
-
 AUTO = "auto"
 
 

@@ -22,8 +22,6 @@ from shoal.cost.training.moe_makespan import makespan
 from shoal.cost.training.moe_tasks import Line, MoeLayer
 from shoal.plan.experts.moe_overlap import MOST, choose, room
 
-__all__ = ["GradientSlice", "Partition", "partition"]
-
 
 class GradientSlice(NamedTuple):
     """A part of the gradients' sum.

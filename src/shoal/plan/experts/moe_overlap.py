@@ -35,21 +35,6 @@ from shoal.cost.training.moe_makespan import aheads, check_chunks, makespan, two
 from shoal.cost.training.moe_tasks import MoePass
 from shoal.ir.schedule import Op, OpCosts, Schedule
 
-__all__ = [
-    "MOST",
-    "SLACK",
-    "STREAMS",
-    "TASKS",
-    "PassChunks",
-    "cases",
-    "choose",
-    "exhaustive",
-    "relaxed",
-    "room",
-    "schedule",
-    "timeline",
-]
-
 MOST = 32
 """Most chunks that are looked at."""
 SLACK = 0.01

@@ -9,8 +9,6 @@ from shoal.core.svg import COLOURS
 from shoal.cost.training.moe_tasks import MoePass
 from shoal.plan.experts.moe_overlap import STREAMS, TASKS, PassChunks, choose, timeline
 
-__all__ = ["streams"]
-
 _LEFT, _WIDE, _ROW, _GAP, _TITLE = 110, 760, 22, 4, 26
 _PANEL = _TITLE + len(STREAMS) * (_ROW + _GAP) + 10
 # A number needs so many px.
@@ -21,11 +19,6 @@ def streams(forward: MoePass, backward: MoePass, slice_s: float = 0.0) -> str:
     """An SVG: forward and backward pass of a layer, uncut above, as chosen below.
 
     A row is a stream, a bar a task of a chunk, whose number it bears; all have one scale.
-
-    Args:
-        forward: what tasks take.
-        backward: what tasks take.
-        slice_s: s of the gradients' sum that travels with the backward pass.
     """
     chosen = choose(forward), choose(backward, slice_s)
     uncut = (PassChunks(1, 0, 0.0, "", 1.0),) * 2
@@ -42,7 +35,7 @@ def streams(forward: MoePass, backward: MoePass, slice_s: float = 0.0) -> str:
         'font-family="sans-serif" font-size="12" role="img">',
         f"<title>{escape('; '.join(words))}</title>",
         "<style>text{fill:#222}.n{fill:#fff;font-size:10px}@media (prefers-color-scheme: dark)"
-        "{text{fill:#eee}}</style>",
+        "{svg{background:#0f1219}text{fill:#eee}}</style>",
     ]
     for place, (chunks, title) in enumerate(zip((uncut, chosen), words, strict=True)):
         out += _panel(place * _PANEL, title, (forward, backward), chunks, slice_s, _WIDE / most)

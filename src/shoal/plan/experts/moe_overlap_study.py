@@ -8,22 +8,20 @@ from annotated_types import Ge
 
 from shoal.core.parts import part
 from shoal.core.sizes import human_bytes
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.ir import Explanation, Machine, Progress
 from shoal.plan.experts.moe_overlap_picture import streams
 from shoal.plan.experts.moe_step import MoeStepPlan, planned
-
-__all__ = ["MoeOverlapStudy"]
 
 _Count = Annotated[int, Ge(1)]
 
 
 @part
 class MoeOverlapStudy:
-    """Cut the tokens of a mixture's layer in chunks that travel while others are computed.
+    """Overlap the exchange of experts' tokens with computation, in chunks of tokens.
 
-    Links between nodes, links inside a node and devices work at once; forward and backward have
-    chunks of their own, and gradients are summed where the network would idle (FSMoE). Nothing
+    Links between nodes, links inside a node and devices work concurrently; forward and backward
+    passes have separate chunks, and gradients are summed when the network is idle (FSMoE). Nothing
     runs.
 
     **Examples**
@@ -79,8 +77,8 @@ class MoeOverlapStudy:
                     name,
                     str(one.r),
                     f"{one.relaxed:.2f}",
-                    f"{1e3 * one.seconds:.3g} ms",
-                    f"{1e3 * uncut:.3g} ms",
+                    f"{digits(1e3 * one.seconds)} ms",
+                    f"{digits(1e3 * uncut)} ms",
                     f"{uncut / one.seconds:.2f}x",
                     one.bound,
                 )
@@ -107,7 +105,7 @@ def _tasks(found: MoeStepPlan) -> Table:
             (
                 name,
                 f"{1e6 * there.alpha:.1f} us",
-                f"{1e3 * there.work:.3g} ms",
+                f"{digits(1e3 * there.work)} ms",
                 f"{1e6 * there.at(found.forward.r):.0f} us",
                 f"{1e6 * back.at(found.backward.r):.0f} us",
             )
@@ -122,12 +120,12 @@ def _sentences(found: MoeStepPlan) -> tuple[str, str, str]:
     way = "" if split.expert_dispatch == "flat" else f", expert_dispatch: {split.expert_dispatch}"
     early = sum(one.bytes for one in sums.slices)
     return (
-        f"{found.blocks} blocks: {1e3 * found.seconds:.3g} ms a micro-batch, "
-        f"{1e3 * found.uncut_s:.3g} ms uncut with the sums of gradients at the end "
+        f"{found.blocks} blocks: {digits(1e3 * found.seconds)} ms a micro-batch, "
+        f"{digits(1e3 * found.uncut_s)} ms uncut with the sums of gradients at the end "
         f"({found.uncut_s / found.seconds:.2f}x)",
         f"parallel: {{ep: {split.ep}, etp: {split.etp}, "
         f"expert_chunks: [{found.forward.r}, {found.backward.r}]{way}}}",
         f"gradients: {human_bytes(int(early))} can be summed between nodes during the backward "
         f"pass in {len(sums.slices)} slices, {human_bytes(int(sums.tail))} after it "
-        f"({1e3 * sums.tail_s:.3g} ms), with gradient_slices: auto",
+        f"({digits(1e3 * sums.tail_s)} ms), with gradient_slices: auto",
     )

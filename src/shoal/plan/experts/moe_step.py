@@ -18,8 +18,6 @@ from shoal.ir import Machine, Parallel
 from shoal.plan.experts.moe_gradients import Partition, partition
 from shoal.plan.experts.moe_overlap import MOST, PassChunks, choose
 
-__all__ = ["MoeStepPlan", "planned"]
-
 
 class MoeStepPlan(NamedTuple):
     """How a model's layers of experts are cut, and what that gains.

@@ -19,8 +19,6 @@ from shoal.plan.mapping.layout import COPY, Mapping
 from shoal.plan.mapping.native import FAST, mapping_of, replayer
 from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 
-__all__ = ["Anneal"]
-
 
 @part
 class Anneal:
@@ -59,13 +57,7 @@ class Anneal:
         return result
 
     def improved(self, compiled: Compiled, wanted: np.ndarray, seed: int) -> np.ndarray:
-        """The best actions [D] that were seen; never worse than what was given.
-
-        Args:
-            compiled: program and memories.
-            wanted: actions [D] to begin with.
-            seed: of the changes.
-        """
+        """The best actions [D] that were seen; never worse than what was given."""
         play = replayer(compiled)
         random = generator(seed, purpose="mapping.anneal")
         following = compiled.following.tolist()

@@ -29,8 +29,6 @@ from shoal.plan.mapping.observation import OBSERVED, observe
 from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 from shoal.plan.mapping.samples import random_program
 
-__all__ = ["NAME", "MallocGame", "register"]
-
 NAME = "shoal/MallocGame-v0"
 
 _gymnasium = import_extra("gymnasium", extra="gym", purpose="the environment of memory mapping")
@@ -66,9 +64,6 @@ class MallocGame(_gymnasium.Env):  # type: ignore[misc,name-defined]
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Decide about the next access.
-
-        Args:
-            action: 0 drop, 1 no_copy, 2 copy.
 
         Raises:
             PlanError: the game is over.

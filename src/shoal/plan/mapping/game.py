@@ -25,17 +25,11 @@ from shoal.core.errors import PlanError
 from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, CopyTime, Mapping, Rectangle
 from shoal.plan.mapping.program import Compiled
 
-__all__ = ["Game"]
-
 _Pieces = list[tuple[int, int]]
 
 
 class Game:
-    """One play of a program; the rules, in plain Python. ``native`` plays the same faster.
-
-    Args:
-        compiled: program and memories.
-    """
+    """One play of a program; the rules, in plain Python. ``native`` plays the same faster."""
 
     def __init__(self, compiled: Compiled) -> None:
         self.compiled = compiled
@@ -113,9 +107,6 @@ class Game:
 
     def step(self, action: int) -> int:
         """Decide, and move on.
-
-        Args:
-            action: DROP, NO_COPY or COPY.
 
         Returns:
             Ticks that the program is faster by.

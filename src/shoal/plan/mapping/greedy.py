@@ -22,8 +22,6 @@ from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping
 from shoal.plan.mapping.native import FAST, mapping_of, replayer
 from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 
-__all__ = ["GreedyMapper", "greedy_actions"]
-
 _Replay = Callable[[np.ndarray], tuple[np.ndarray, int]]
 
 

@@ -14,8 +14,6 @@ import numpy as np
 from shoal.core.errors import PlanError
 from shoal.plan.mapping.program import TICK_S, Compiled
 
-__all__ = ["ACTIONS", "COPY", "DROP", "NO_COPY", "CopyTime", "Mapping", "Rectangle", "verify"]
-
 DROP, NO_COPY, COPY = 0, 1, 2
 ACTIONS = ("drop", "no_copy", "copy")
 
@@ -25,7 +23,6 @@ class Rectangle:
     """A stay of a buffer in fast memory.
 
     Args:
-        buffer: place of the buffer in the compiled program.
         start: first slot.
         end: last slot, which is part of it.
         address: in units of the alignment.
@@ -44,7 +41,6 @@ class CopyTime:
     """Link time that one copy takes in one slot.
 
     Args:
-        buffer: what is copied.
         slot: while which instruction runs; past the last one, after the end.
         ticks: of the slow memory.
         decision: that asked for it; of a write, when data go from fast to slow memory.
@@ -61,12 +57,10 @@ class Mapping:
     """What was decided, and where that puts everything.
 
     Args:
-        compiled: program and memories.
         actions: :data:`DROP`, :data:`NO_COPY` or :data:`COPY` of each decision.
         rectangles: stays in fast memory.
         moved: link time of copies.
         ticks: modelled time of the program.
-        mapper: who decided.
         notes: what else there is to say.
         details: numbers of the search.
     """

@@ -22,8 +22,6 @@ from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping
 from shoal.plan.mapping.observation import OBSERVED
 from shoal.plan.mapping.program import Compiled
 
-__all__ = ["FAST", "GameRecord", "Native", "NetworkWeights", "mapping_of", "replay", "replayer"]
-
 # Wanted of a decision: in fast memory, moved only if it is not there.
 FAST = 3
 
@@ -113,9 +111,6 @@ class NetworkWeights:
 
 class Native:
     """A compiled program as the C++ code has it.
-
-    Args:
-        compiled: what is played.
 
     Raises:
         BuildError: there is no compiler.

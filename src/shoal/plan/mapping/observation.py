@@ -10,8 +10,6 @@ import numpy as np
 
 from shoal.plan.mapping.game import Game
 
-__all__ = ["OBSERVED", "observe"]
-
 # Slots before and after the current one whose occupancy is seen, near ones all, far ones some.
 _COLUMNS = (*range(-6, 10), 12, 16, 24, 32)
 _ROWS = 8

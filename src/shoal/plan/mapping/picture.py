@@ -10,8 +10,6 @@ from shoal.core.sizes import human_bytes
 from shoal.core.svg import COLOURS
 from shoal.plan.mapping.layout import Mapping, Rectangle
 
-__all__ = ["picture"]
-
 
 def picture(mapping: Mapping) -> str:
     """Buffers in fast memory as rectangles, modelled time across and addresses upwards, as SVG."""

@@ -17,16 +17,6 @@ from pydantic import Field
 from shoal.core.config import Value
 from shoal.core.errors import PlanError, require
 
-__all__ = [
-    "TICK_S",
-    "Buffer",
-    "BufferAccess",
-    "Compiled",
-    "MappingProgram",
-    "ProgramInstruction",
-    "TierSpec",
-]
-
 TICK_S = 1e-12
 
 
@@ -50,7 +40,6 @@ class BufferAccess(Value):
     """Bytes of a buffer that an instruction reads or writes.
 
     Args:
-        buffer: its name.
         nbytes: how many; the whole buffer, if not given.
     """
 
@@ -133,7 +122,6 @@ class MappingProgram(Value):
     memory from the beginning.
 
     Args:
-        name: what it is.
         buffers: all memory that instructions name.
         instructions: the steps; :meth:`ordered` sorts those of a file.
     """
@@ -261,10 +249,6 @@ class Compiled:
     A *decision* is an instruction with a buffer that it reads or writes. Letters: T slots, one an
     instruction; D decisions; B buffers that are not aliases.
 
-    Args:
-        program: what runs.
-        tiers: on what.
-
     Attributes:
         compute: ticks that each instruction computes, [T].
         slot: instruction of each decision, ascending, [D].
@@ -368,11 +352,7 @@ class Compiled:
         return self.ticks(np.ones(self.decisions, bool))
 
     def ticks(self, fast: np.ndarray) -> int:
-        """Ticks of all instructions when these decisions use fast memory.
-
-        Args:
-            fast: [D] of bool.
-        """
+        """Ticks of all instructions when these decisions use fast memory."""
         memory = np.zeros(self.slots, np.int64)
         np.add.at(memory, self.slot, np.where(fast, self.fast, self.slow))
         return int(np.maximum(self.compute, memory).sum())

@@ -7,8 +7,6 @@ from typing import Protocol
 from shoal.plan.mapping.layout import Mapping
 from shoal.plan.mapping.program import MappingProgram, TierSpec
 
-__all__ = ["Mapper"]
-
 
 class Mapper(Protocol):
     """A part of kind ``mapper``."""
@@ -19,12 +17,6 @@ class Mapper(Protocol):
         No two buffers are in one place at one time, every copy fits into idle time of the slow
         memory, and the time is that of :func:`shoal.plan.mapping.layout.verify`.
 
-        Args:
-            program: what runs.
-            tiers: the two memories.
-            seed: of what is random.
-
         Raises:
             PlanError: this mapper cannot map this program.
         """
-        ...

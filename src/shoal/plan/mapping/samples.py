@@ -6,8 +6,6 @@ from shoal.core.errors import PlanError, require
 from shoal.core.random import generator
 from shoal.plan.mapping.program import Buffer, BufferAccess, MappingProgram, ProgramInstruction
 
-__all__ = ["random_program", "strassen"]
-
 # Strassen, Gaussian Elimination is not Optimal, 1969: the seven products as sums of quarters of A
 # and of B, and the quarters of C as sums of products.
 _LEFT = ("03", "23", "0", "3", "01", "20-", "13-")

@@ -21,17 +21,6 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from shoal.core.config import Value
 from shoal.core.errors import PlanError, require
 
-__all__ = [
-    "HOST_ONLY",
-    "LONGEST",
-    "UpdatePattern",
-    "UpdateRates",
-    "UpdateTimeline",
-    "choose",
-    "steady_stride",
-    "timeline",
-]
-
 HOST_ONLY = 0
 """The stride by which no sub-group goes to the device."""
 
@@ -109,7 +98,6 @@ class UpdateTimeline(Value):
     """An update, played.
 
     Args:
-        pattern: who updates what.
         seconds: until the parameters of the next forward pass are complete.
         flushed_s: until the last state is back on the host.
         busy_s: of each resource.

@@ -12,17 +12,15 @@ from shoal.core.tables import Table
 from shoal.ir import Explanation, Progress
 from shoal.plan.memory.stride import HOST_ONLY, UpdateRates, choose, steady_stride
 
-__all__ = ["StrideStudy"]
-
 _RESOURCES = ("host", "device", "in", "out")
 _Rate = Annotated[float, Gt(0), Lt(1e18)]
 
 
 @part
 class StrideStudy:
-    """Which sub-groups of an optimizer's state on the host should the device update?
+    """Choose which sub-groups of a host-offloaded optimizer the device updates.
 
-    Every stride is played over host, device and link (Deep Optimizer States).
+    Every stride is simulated over host, device and link (Deep Optimizer States).
 
     **Examples**
 

@@ -3,11 +3,10 @@
 A node lives past time t with probability R(t) = exp(-(t / scale)^shape), Weibull. A group of n
 nodes whose code survives m losses keeps its state while at most m of them fail; a job of g groups
 while all do. What a failure costs is half an interval and the way back; what saving costs is its
-stall. The best interval is Young's square root, or Daly's correction of it.
+stall.
 
 Source: Wang et al., Reliable and Efficient In-Memory Fault Tolerance of Large Language Model
-Pretraining, 2023, section 5; Young, A First Order Approximation to the Optimum Checkpoint
-Interval, 1974; Daly, A Higher Order Estimate of the Optimum Checkpoint Interval, 2006.
+Pretraining, 2023, section 5.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import numpy as np
 from shoal.core.config import Value
 from shoal.core.errors import require
 from shoal.core.random import generator
-
-__all__ = ["SaveLevel", "Survival", "daly", "lost_share", "sampled", "young"]
+from shoal.cost.training.failures import daly
 
 
 class Survival(Value):
@@ -107,34 +105,6 @@ def sampled(survival: Survival, hours: float, *, trials: int = 100_000, seed: in
         lost = (lives <= hours).reshape(count, -1, survival.group).sum(axis=2)
         kept += int(np.all(lost <= survival.losses, axis=1).sum())
     return kept / trials
-
-
-def young(cost_s: float, mtbf_s: float) -> float:
-    """Seconds between saves that cost ``cost_s`` each, to first order: sqrt(2 s M).
-
-    Raises:
-        ConfigError: a number that is not above 0.
-    """
-    _positive(cost_s, mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s)
-
-
-def daly(cost_s: float, mtbf_s: float) -> float:
-    """The same, to higher order; the mean time itself where a save costs twice that and more.
-
-    Raises:
-        ConfigError: a number that is not above 0.
-    """
-    _positive(cost_s, mtbf_s)
-    if cost_s >= 2 * mtbf_s:
-        return mtbf_s
-    ratio = cost_s / (2 * mtbf_s)
-    return young(cost_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
-
-
-def _positive(cost_s: float, mtbf_s: float) -> None:
-    require(cost_s > 0, "survival.cost_s", cost_s, expected="seconds above 0")
-    require(mtbf_s > 0, "survival.mtbf_s", mtbf_s, expected="seconds above 0")
 
 
 def lost_share(interval_s: float, cost_s: float, mtbf_s: float, restart_s: float) -> float:

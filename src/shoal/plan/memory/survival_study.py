@@ -7,18 +7,17 @@ from typing import ClassVar
 from pydantic import NonNegativeInt
 
 from shoal.core.parts import part
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
+from shoal.cost.training.failures import daly, young
 from shoal.ir import Explanation, Machine, Progress
-from shoal.plan.memory.survival import SaveLevel, Survival, daly, sampled, young
-
-__all__ = ["SurvivalStudy"]
+from shoal.plan.memory.survival import SaveLevel, Survival, sampled
 
 
 @part
 class SurvivalStudy:
-    """Compute how likely state in memory survives, and the interval at which saving costs least.
+    """Compute the survival probability of in-memory checkpoints, and the optimal interval of saves.
 
-    Lives of nodes are Weibull; the formula is held against as many simulated jobs. The shares of
+    Lives of nodes are Weibull; the formula is compared with simulated jobs. The shares of
     time lost compare snapshots in memory with saving to storage alone.
 
     **Examples**
@@ -95,10 +94,10 @@ class SurvivalStudy:
             right=" r",
         )
         intervals = Table(
-            title=f"a failure of any of {self.nodes} nodes every {job.job_mtbf_h:.3g} h",
+            title=f"a failure of any of {self.nodes} nodes every {digits(job.job_mtbf_h)} h",
             columns=("saves to", "every", "time lost"),
             rows=tuple(
-                (one.name, f"{one.interval_s:.4g} s", f"{one.lost:.3%}")
+                (one.name, f"{digits(one.interval_s)} s", f"{one.lost:.3%}")
                 for one in (memory, storage)
             ),
             right=" rr",
@@ -107,7 +106,7 @@ class SurvivalStudy:
             blocks=(
                 left,
                 intervals,
-                f"storage alone: every {by_young:.4g} s by Young, {by_daly:.4g} s by Daly",
+                f"storage alone: every {digits(by_young)} s by Young, {digits(by_daly)} s by Daly",
             ),
             data={
                 "survival": job.model_dump(),

@@ -29,14 +29,11 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from shoal.core.config import Value
 from shoal.core.errors import PlanError, require
 
-__all__ = ["SwapIteration", "SwapTensor", "Swappable", "Times", "choose", "curve"]
-
 
 class SwapTensor(Value):
     """What can be swapped.
 
     Args:
-        nbytes: its size.
         again_s: seconds of computing it again.
     """
 

@@ -13,8 +13,6 @@ from shoal.core.tables import Table
 from shoal.ir import Explanation, Progress
 from shoal.plan.memory.swap import SwapIteration, Swappable, SwapTensor, choose, curve
 
-__all__ = ["SwapStudy", "curve_explained"]
-
 # Bytes of a parameter: fp32 weight, gradient and two moments.
 _WORD, _STATE = 4.0, 12.0
 _Seconds = Annotated[float, Ge(0), Lt(1e9)]
@@ -23,10 +21,10 @@ _Bytes = Annotated[Size, Field(ge=1)]
 
 @part
 class SwapStudy:
-    """How many bytes of activations should a step swap, and how many compute again?
+    """Choose how many bytes of activations are swapped, and how many recomputed.
 
-    Nine amounts and the best, as `offload: fuyou` chooses it (Fuyou). Tensors are worth more or
-    less: the seconds of a byte fall evenly, from twice the mean to nothing.
+    Nine amounts and the best, as `offload: fuyou` chooses it (Fuyou). The recomputation time per
+    byte is assumed to fall linearly, from twice the mean to 0.
 
     **Examples**
 
@@ -88,7 +86,7 @@ def curve_explained(iteration: SwapIteration, ordered: Swappable) -> Explanation
     _, best = choose(iteration, ordered)
     points = curve(iteration, ordered)
     shown = Table(
-        title="time of a step, and what binds it",
+        title="step time and bottleneck",
         columns=("swapped", "to the disk", "done again", "step", "forward", "backward"),
         rows=tuple(
             (

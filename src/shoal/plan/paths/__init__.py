@@ -19,6 +19,6 @@ PATH_PLANNERS = PartTable(
         "lp": "shoal.plan.paths.lp:MinMaxLP",
         "c4p": "shoal.plan.paths.c4p:C4P",
     },
-    about=("Which way each flow takes through a fabric. Chosen by `shoal explain paths --policy`."),
+    about=("How flows are routed through a fabric. Chosen by `shoal explain paths --policy`."),
     protocol="shoal.plan.paths.protocols:PathPlanner",
 )

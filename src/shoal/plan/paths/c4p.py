@@ -26,8 +26,6 @@ from shoal.plan.paths.common import pieces_of
 from shoal.plan.paths.lp import rounded
 from shoal.plan.paths.split import assign_phases
 
-__all__ = ["C4P", "measured_rates", "reweighted", "without_bad_links"]
-
 
 @part
 class C4P:

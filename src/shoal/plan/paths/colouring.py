@@ -19,8 +19,6 @@ from scipy.sparse.csgraph import maximum_flow
 
 from shoal.core.errors import require
 
-__all__ = ["assign"]
-
 
 def assign(count_AB: np.ndarray, colours: int) -> np.ndarray:
     """How many edges of each pair get each colour, [colours, A, B].

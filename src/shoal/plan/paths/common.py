@@ -9,8 +9,6 @@ import numpy as np
 from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import WITHIN, FlowPaths, Flows
 
-__all__ = ["Pieces", "pieces_of", "regular_note"]
-
 
 @dataclass(frozen=True)
 class Pieces:
@@ -103,7 +101,7 @@ def regular_note(flows: Flows) -> tuple[str, ...]:
         # An empty phase has no size.
         if (high > low * (1 + 1e-9)).any():
             notes.append(
-                "flows of a phase differ in size: paths are dealt by number, not by bytes; "
+                "flows of a phase differ in size: paths are assigned by number, not by bytes; "
                 "lp weighs bytes"
             )
     return tuple(notes)

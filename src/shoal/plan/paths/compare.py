@@ -27,8 +27,6 @@ from shoal.plan.paths import PATH_PLANNERS
 from shoal.plan.paths.protocols import PathPlanner
 from shoal.plan.paths.spray import Spray
 
-__all__ = ["PathPlannerResult", "busiest", "compare", "plan_paths"]
-
 
 @dataclass(frozen=True)
 class PathPlannerResult:

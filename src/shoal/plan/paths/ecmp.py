@@ -13,8 +13,6 @@ from shoal.core.random import generator
 from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import WITHIN, FlowPaths, Flows
 
-__all__ = ["ECMP"]
-
 
 @part
 class ECMP:

@@ -13,8 +13,6 @@ from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import FlowPaths, Flows
 from shoal.plan.paths.common import pieces_of
 
-__all__ = ["GreedyPaths", "least_loaded"]
-
 
 @part
 class GreedyPaths:

@@ -24,8 +24,6 @@ from shoal.cost.network.flows import FlowPaths, Flows
 from shoal.plan.paths.common import pieces_of
 from shoal.plan.paths.greedy import least_loaded
 
-__all__ = ["MinMaxLP", "least_worst", "rounded"]
-
 _MOST_VARIABLES = 200_000
 
 
@@ -51,15 +49,7 @@ class MinMaxLP:
 def rounded(
     flows: Flows, fabric: LeafSpine, pieces: int, planner: str, notes: tuple[str, ...] = ()
 ) -> FlowPaths:
-    """Paths by the programme, in whole pieces.
-
-    Args:
-        flows: what is sent.
-        fabric: over what.
-        pieces: of each flow and port.
-        planner: for the paths.
-        notes: for the paths.
-    """
+    """Paths by the programme, in whole pieces."""
     cut = pieces_of(flows, fabric)
     rows = np.flatnonzero(cut.crossing)
     phase = cut.phase[rows]
@@ -84,10 +74,6 @@ def rounded(
 
 def least_worst(bytes_LL: np.ndarray, fabric: LeafSpine) -> tuple[float, np.ndarray]:
     """Seconds of the busiest link at its best, and the bytes of each pair on each spine.
-
-    Args:
-        bytes_LL: from each leaf to each other, [L, L].
-        fabric: over what.
 
     Returns:
         Seconds, and bytes [L, L, S].

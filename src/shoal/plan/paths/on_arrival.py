@@ -17,8 +17,6 @@ from shoal.cost.network.flows import FlowPaths, Flows
 from shoal.plan.paths.common import pieces_of
 from shoal.plan.paths.greedy import least_loaded
 
-__all__ = ["OnArrival"]
-
 
 @part
 class OnArrival:

@@ -12,15 +12,14 @@ from annotated_types import Ge, Le
 from shoal.core.config import resolve
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
+from shoal.core.sizes import human_bytes
 from shoal.core.svg import Chart, Series
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.cost.network.collectives import CollectiveFlows, collective, place
 from shoal.cost.network.fabric import LeafSpine
 from shoal.ir import Explanation, Machine, Progress
 from shoal.plan.paths import PATH_PLANNERS
 from shoal.plan.paths.compare import PathPlannerResult, compare
-
-__all__ = ["PathsStudy"]
 
 _MOST_FLOWS = 4_000_000
 _HEALTH = re.compile(r"(\d+)-(\d+)(?:=(\d*\.?\d+))?")
@@ -28,10 +27,10 @@ _HEALTH = re.compile(r"(\d+)-(\d+)(?:=(\d*\.?\d+))?")
 
 @part
 class PathsStudy:
-    """Choose paths for the flows of a collective, and simulate what it takes.
+    """Choose network paths for the flows of a collective, and simulate its time.
 
     Flows share links fairly, and a collective ends with its last flow. Planned single paths are
-    held against hashing and against ideal packet spraying.
+    compared with hashing and with ideal packet spraying.
 
     **Examples**
 
@@ -217,15 +216,15 @@ def _blocks(
     ranked = sorted(found, key=lambda item: (item.seconds, item.connections))
     return [
         f"{fabric.leaves} leaves of {fabric.hosts} hosts, {fabric.spines} spines{rails}{ports}: "
-        f"{job.name} of {job.size:.3g} B by {job.algorithm}, {len(job.flows):,} different flows; "
-        f"no paths take less than {1e3 * found[0].bound_s:.4g} ms",
+        f"{job.name} of {human_bytes(job.size)} by {job.algorithm}, {len(job.flows):,} different "
+        f"flows; no paths take less than {digits(1e3 * found[0].bound_s)} ms",
         Table(
             title="policies, fastest first",
             columns=("policy", "ms", "over bound", "congestion", "paths a flow", "most on a link"),
             rows=tuple(
                 (
                     item.planner,
-                    f"{1e3 * item.seconds:.4g}",
+                    digits(1e3 * item.seconds),
                     f"{item.seconds / item.bound_s:.2f}x" if item.bound_s else "",
                     f"{item.congestion:.2f}x",
                     f"{item.connections:.3g}",

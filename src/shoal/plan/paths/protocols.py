@@ -7,8 +7,6 @@ from typing import Protocol
 from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import FlowPaths, Flows
 
-__all__ = ["PathPlanner"]
-
 
 class PathPlanner(Protocol):
     """A part of kind ``path_planner``."""
@@ -18,12 +16,6 @@ class PathPlanner(Protocol):
 
         Every byte of a flow goes somewhere, and no path crosses a link that is down.
 
-        Args:
-            flows: what is sent.
-            fabric: over what.
-            seed: of what is random, such as hashes.
-
         Raises:
             PlanError: this planner cannot plan these flows on this fabric; says which can.
         """
-        ...

@@ -21,8 +21,6 @@ from shoal.cost.network.flows import FlowPaths, Flows
 from shoal.plan.paths.colouring import assign
 from shoal.plan.paths.common import Pieces, pieces_of, regular_note
 
-__all__ = ["SplitPaths"]
-
 
 @part
 class SplitPaths:

@@ -12,8 +12,6 @@ from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import SPRAYED, FlowPaths, Flows
 from shoal.plan.paths.common import pieces_of
 
-__all__ = ["Spray"]
-
 
 @part
 class Spray:

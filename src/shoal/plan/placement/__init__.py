@@ -15,7 +15,7 @@ PLACERS = PartTable(
         "fssdp": "shoal.plan.placement.fssdp:FSSDP",
     },
     about=(
-        "Which expert-parallel ranks have copies of popular experts, for a step. Chosen by "
+        "Which expert-parallel ranks hold copies of popular experts in a step. Chosen by "
         "the key `parallel.placer` of a job."
     ),
     protocol="shoal.plan.placement.protocols:ExpertPlacer",

@@ -26,8 +26,6 @@ from shoal.cost.training.wire import add_wire
 from shoal.ir import Estimate, Interval, Machine, Work
 from shoal.plan.placement.protocols import Again, LinkBudget
 
-__all__ = ["attention_s", "both", "budget", "copies", "hidden_again", "moves"]
-
 # Of a forward pass, what a backward pass computes.
 _BACKWARD = 2.0
 
@@ -75,7 +73,7 @@ def copies(work: Work, machine: Machine, slots: int, again: Again = "off") -> Es
         return nothing()
     layers = mixture_layers(shape) * stage_share(shape, split.pp)
     passes = passes_of(job)
-    computed_again = job.recompute != "none"
+    computed_again = job.sends_again
     gathered = 0.0  # layers that gather again for themselves
     if not computed_again and (
         again == "on" or (again == "auto" and hidden_again(work, machine, slots))

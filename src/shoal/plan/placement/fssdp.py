@@ -26,8 +26,6 @@ from shoal.plan.placement.routing import balanced
 if TYPE_CHECKING:
     from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["FSSDP", "sender"]
-
 
 @part
 class FSSDP:
@@ -63,7 +61,6 @@ class FSSDP:
 
     @property
     def every(self) -> int:
-        """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         return self.resharding_every or 0
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
@@ -72,7 +69,6 @@ class FSSDP:
         return both(borrowed, moves(work, machine, self.every))
 
     def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:
-        """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         if now_E is None:
             return in_order(len(expected_E), devices)
         new_E = even_owners(expected_E, devices)
@@ -82,7 +78,6 @@ class FSSDP:
     def place(
         self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: LinkBudget | None = None
     ) -> Flags:
-        """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         held_EN = only_owners(owner_E, devices)
         links = _Links(devices, budget)
         room_N = np.full(devices.count, self.slots)

@@ -15,8 +15,6 @@ from shoal.plan.placement.protocols import Again, Devices, Flags, Floats, Ints, 
 if TYPE_CHECKING:
     from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["Owners", "even_owners", "in_order", "only_owners"]
-
 
 @part
 class Owners:
@@ -40,13 +38,11 @@ class Owners:
         return copies(work, machine, 0)
 
     def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:
-        """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         return in_order(len(expected_E), devices)
 
     def place(
         self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: LinkBudget | None = None
     ) -> Flags:
-        """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         return only_owners(owner_E, devices)
 
 

@@ -16,17 +16,6 @@ from shoal.core.errors import require
 if TYPE_CHECKING:
     from shoal.ir import Estimate, Machine, Work
 
-__all__ = [
-    "Again",
-    "Devices",
-    "ExpertPlacer",
-    "Flags",
-    "Floats",
-    "Ints",
-    "LinkBudget",
-    "LoadForecast",
-]
-
 Again: TypeAlias = Literal["auto", "on", "off"]
 """Of all layers, of none, or of those in which it takes no time."""
 
@@ -83,21 +72,17 @@ class ExpertPlacer(Protocol):
     @property
     def every(self) -> int:
         """Steps after which the owners are chosen anew; 0 for never."""
-        ...
 
     @property
     def slots(self) -> int:
         """Copies that a device has room for, in every layer."""
-        ...
 
     @property
     def rematerialize(self) -> Again:
         """Which layers' copies are dropped after the forward pass, and gathered again."""
-        ...
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """What copies take of a step."""
-        ...
 
     def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:
         """The device [E] that keeps the state of each expert.
@@ -110,7 +95,6 @@ class ExpertPlacer(Protocol):
         Raises:
             ConfigError: some device would own nothing.
         """
-        ...
 
     def place(
         self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: LinkBudget | None = None
@@ -123,7 +107,6 @@ class ExpertPlacer(Protocol):
             devices: all of them.
             budget: of every link, in each direction; None for as many copies as there is room for.
         """
-        ...
 
 
 class LoadForecast:

@@ -12,8 +12,6 @@ import numpy as np
 
 from shoal.plan.placement.protocols import Devices, Flags, Floats, Ints
 
-__all__ = ["balanced", "routed"]
-
 # Passes over all experts that have copies, and how little a pass may change before it is the last.
 _PASSES, _STILL = 32, 1e-3
 

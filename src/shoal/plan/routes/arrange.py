@@ -20,8 +20,6 @@ from shoal.core.errors import PlanError, require
 from shoal.core.random import generator
 from shoal.plan.routes.network import WanNetwork
 
-__all__ = ["Arrangement", "arrange", "arrangement_cost", "bottleneck", "default_sizes"]
-
 Arrangement = tuple[tuple[int, ...], ...]
 """Numbers of the nodes of every stage."""
 

@@ -32,8 +32,6 @@ from shoal.core.random import generator
 from shoal.plan.routes.path import RouteLimits, RoutePass, RouteProblem, Windows, best_route
 from shoal.plan.routes.turns import PRIORITIES, in_turn, scheduled
 
-__all__ = ["Routes", "plan_routes", "random_routes", "search"]
-
 # Micro-batches that are planned anew at a time.
 _NEIGHBOURHOOD = 5
 

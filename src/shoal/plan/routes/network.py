@@ -19,8 +19,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 from shoal.core.config import Value
 from shoal.core.errors import MachineError, PlanError, nearest, require
 
-__all__ = ["REGIONS", "WAN", "NodeLink", "WanNetwork", "WanNode"]
-
 # Between two regions: (ms, Gbit/s).
 WAN: dict[tuple[str, str], tuple[float, float]] = {
     ("oregon", "virginia"): (67, 0.79),
@@ -81,7 +79,7 @@ class WanNode(Value):
     """One node: a machine that holds one stage.
 
     Args:
-        name: what people call it.
+        name: display name.
         region: a region of the table, from which its links follow.
         speed: passes of a stage in the time in which a node of speed 1 does one.
         in_flight: micro-batches whose activations fit beside the weights; 0 where not even
@@ -114,7 +112,6 @@ class WanNetwork(Value):
     Two nodes are linked if ``links`` says how, or if both are in a region of the table.
 
     Args:
-        name: what people call it.
         nodes: at least one; each holds one stage.
         links: links that are known by themselves.
     """
@@ -164,12 +161,7 @@ class WanNetwork(Value):
 
     @classmethod
     def wan(cls, nodes: int, regions: Sequence[str] = REGIONS) -> WanNetwork:
-        """``nodes`` nodes assigned to regions in turn.
-
-        Args:
-            nodes: how many.
-            regions: of the table.
-        """
+        """``nodes`` nodes assigned to regions in turn."""
         where = [regions[i % len(regions)] for i in range(nodes)]
         return cls(
             name=f"wan-{nodes}",

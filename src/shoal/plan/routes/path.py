@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-__all__ = ["RouteLimits", "RoutePass", "RouteProblem", "Windows", "best_route", "next_stages"]
-
 Windows = list[tuple[int, int]]
 """Half-open intervals [from, to), by their beginning."""
 

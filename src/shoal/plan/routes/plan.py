@@ -29,8 +29,6 @@ from shoal.plan.routes.conflicts import Routes, plan_routes
 from shoal.plan.routes.network import WanNetwork
 from shoal.plan.routes.path import RouteProblem
 
-__all__ = ["RoutePlan", "RouteTask", "plan", "problem_of", "to_schedule"]
-
 # The solver's clock: this many ticks are one forward pass of the slowest node.
 _TICKS = 1000
 
@@ -243,12 +241,6 @@ def to_schedule(
 
     Stages of the schedule are pairs of a stage of the model and a node, and behind them the
     output layers of the nodes of stage 0: every route ends on the rank where it began.
-
-    Args:
-        problem: what was solved.
-        routes: the solution.
-        ranks: nodes; node i is rank i.
-        name: of the schedule.
     """
     pairs = [(s, node) for s, nodes in enumerate(problem.stages) for node in nodes]
     head = len(problem.stages)

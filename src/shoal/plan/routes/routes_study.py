@@ -11,7 +11,7 @@ from annotated_types import Ge, Le
 from shoal.core.config import parse
 from shoal.core.files import to_json
 from shoal.core.parts import part
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.cost.pipeline.picture import MOST_BOXES, page, svg
 from shoal.cost.pipeline.text import lines
 from shoal.cost.pipeline.trace import trace
@@ -19,8 +19,6 @@ from shoal.ir import Explanation, Machine, Progress
 from shoal.ir.explanation import Text
 from shoal.plan.routes.network import WanNetwork
 from shoal.plan.routes.plan import RoutePlan, RouteTask, plan
-
-__all__ = ["RoutesStudy"]
 
 _MOST_ROWS = 24
 
@@ -147,11 +145,11 @@ def _record(found: RoutePlan) -> dict[str, Any]:
 def _blocks(found: RoutePlan) -> list[Table | str]:
     names = [node.name for node in found.network.nodes]
     timeline, routes = found.timeline, found.routes
-    how = "the best there is" if routes.optimal else "the best found"
+    how = "the optimum" if routes.optimal else "best found"
     blocks: list[Table | str] = [
         f"{found.network.name}: {found.task.kept} of {found.task.stages} stages, step "
-        f"{timeline.makespan:.4g} s ({how}), bubble {100 * timeline.bubble:.1f} % of the work; "
-        f"then gradients are averaged in {found.sync_s:.4g} s",
+        f"{digits(timeline.makespan)} s ({how}), bubble {100 * timeline.bubble:.1f} % of the work; "
+        f"then gradients are averaged in {digits(found.sync_s)} s",
         Table(
             title="stages",
             columns=("stage", "visits", "nodes"),
@@ -179,7 +177,7 @@ def _blocks(found: RoutePlan) -> list[Table | str]:
                     str(mb),
                     " ".join(str(found.problem.stage_of[n]) for n in routes.nodes(mb)),
                     ", ".join(names[n] for n in routes.nodes(mb)),
-                    f"{route[-1].end * found.tick_s:.4g} s",
+                    f"{digits(route[-1].end * found.tick_s)} s",
                 )
                 for mb, route in enumerate(routes.passes[:_MOST_ROWS])
             ),

@@ -14,8 +14,6 @@ from itertools import combinations, islice
 
 from shoal.plan.routes.path import RoutePass, RouteProblem
 
-__all__ = ["PRIORITIES", "in_turn", "scheduled"]
-
 Priority = Callable[[str, int, int], tuple[int, ...]]
 """(kind of pass, micro-batch, passes that it has left) -> what comes first is least."""
 

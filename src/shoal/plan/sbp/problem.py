@@ -6,7 +6,7 @@ What is counted:
 - time = boxing bytes / (ranks x ``bytes_per_s``) + collectives x ``latency_s`` + operations of
   the rank that has most to do / ``flops_per_s`` + bytes of leaves that it reads, once, /
   ``read_bytes_per_s``;
-- memory of a rank: every tensor as it was made or given, and every copy that boxing made;
+- memory per rank: every tensor as it was made or given, and every copy that boxing made;
   all of them stay, as they do for a backward pass. Results of another shape or order are
   views of what they are made of.
 
@@ -39,19 +39,6 @@ from shoal.ir.placement import (
 )
 from shoal.ir.signatures import MeshSignature, legal, operation, result_shape
 
-__all__ = [
-    "Choice",
-    "Given",
-    "Leaf",
-    "MeshRates",
-    "OpGraph",
-    "OpNode",
-    "OpOptions",
-    "PlacementMove",
-    "SbpPlan",
-    "SbpProblem",
-]
-
 # What makes no copy of what it takes.
 VIEWS = ("permute", "reshape", "narrow")
 
@@ -63,7 +50,6 @@ class Leaf(Value):
     """A tensor that is given: an input, or a weight.
 
     Args:
-        name: how operations and pins call it.
         shape: sizes.
         itemsize: bytes of an element.
     """

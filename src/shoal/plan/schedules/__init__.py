@@ -17,7 +17,7 @@ SCHEDULES = PartTable(
         "skippipe": "shoal.plan.schedules.skippipe:SkipPipe",
     },
     about=(
-        "In which order the stages of a pipeline work. Chosen by the key `parallel.schedule` "
+        "The order of the passes of a pipeline. Chosen by the key `parallel.schedule` "
         "of a job; drawn by `shoal explain schedule`."
     ),
     protocol="shoal.ir.schedule:SchedulePart",

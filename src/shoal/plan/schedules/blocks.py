@@ -14,8 +14,6 @@ from typing import NamedTuple
 from shoal.ir.schedule import Op, Schedule
 from shoal.plan.schedules.common import vee
 
-__all__ = ["PERIOD", "ScheduleBlock", "repeated"]
-
 PERIOD = 6
 """Passes of one micro-batch on one rank: F, I and W of two stages, each one unit long."""
 
@@ -38,12 +36,6 @@ def repeated(
     """Passes of every rank sorted by their block's time plus a period for each micro-batch.
 
     Idle places close up when it runs.
-
-    Args:
-        name: of the schedule.
-        pp: ranks of the pipeline.
-        microbatches: of a step.
-        block: times of a rank.
     """
     programs = []
     for rank in range(pp):

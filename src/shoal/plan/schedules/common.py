@@ -15,17 +15,6 @@ from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 from shoal.ir.schedule import Op
 
-__all__ = [
-    "OneStage",
-    "VShaped",
-    "boundary_estimate",
-    "check_numbers",
-    "looped",
-    "passes",
-    "sends",
-    "vee",
-]
-
 # Twice as fast as Op(...), which matters with two million passes.
 _OP = partial(tuple.__new__, Op)
 
@@ -78,11 +67,6 @@ def boundary_estimate(work: Work, machine: Machine, place: Sequence[int]) -> Est
 
     A boundary is [microbatch, seq_len / cp, hidden / tp] in fp32; the slowest link between
     neighbours counts.
-
-    Args:
-        work: the job.
-        machine: whose links are used.
-        place: rank of each stage.
     """
     job, number = work.job, sends(place)
     nothing = Estimate(step_s=Interval(value=0.0, low=0.0, high=0.0), terms_s={"collective": 0.0})

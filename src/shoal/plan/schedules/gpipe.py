@@ -9,8 +9,6 @@ from shoal.core.parts import part
 from shoal.ir.schedule import Op, Schedule
 from shoal.plan.schedules.common import OneStage, check_numbers
 
-__all__ = ["GPipe"]
-
 
 @part
 class GPipe(OneStage):

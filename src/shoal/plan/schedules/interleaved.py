@@ -20,8 +20,6 @@ from shoal.ir.plan import Work
 from shoal.ir.schedule import Schedule
 from shoal.plan.schedules.common import boundary_estimate, check_numbers, looped, passes
 
-__all__ = ["InterleavedSchedule"]
-
 
 @part
 class InterleavedSchedule:
@@ -32,9 +30,13 @@ class InterleavedSchedule:
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:
-        """With two and four stages a rank: more have more messages and smaller products."""
+        """With two and four stages a rank: more have more messages and smaller products.
+
+        No rank lacks more than a block of what the fullest has.
+        """
+        pp = work.job.parallel.pp
         for chunks in (2, 4):
-            if work.shape.num_layers % (work.job.parallel.pp * chunks) == 0:
+            if -work.shape.num_layers % (pp * chunks) < pp and work.shape.num_layers >= pp * chunks:
                 yield cls(), chunks
 
     def build(self, pp: int, microbatches: int, vpp: int = 1) -> Schedule:

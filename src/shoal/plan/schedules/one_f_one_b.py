@@ -14,8 +14,6 @@ from shoal.ir.plan import Work
 from shoal.ir.schedule import Op, Schedule
 from shoal.plan.schedules.common import OneStage, check_numbers
 
-__all__ = ["OneFOneB"]
-
 
 @part
 class OneFOneB(OneStage):

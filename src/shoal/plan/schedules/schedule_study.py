@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,8 +20,6 @@ from shoal.ir.explanation import Text
 from shoal.ir.schedule import OpCosts, Schedule
 from shoal.plan.schedules import SCHEDULES
 
-__all__ = ["ScheduleStudy"]
-
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "none": 1.0}
 # Rows of a terminal; the others are in the files.
 _MOST_ROWS = 16
@@ -34,9 +31,9 @@ _Time = Annotated[float, Ge(0), Lt(math.inf)]
 
 @part
 class ScheduleStudy:
-    """Show a pipeline's schedule: who does what when, what is idle and what is held.
+    """Show a pipeline schedule: passes, idle time and memory of every rank.
 
-    It is simulated with equal stages; the runtime executes the very same passes. `--out` saves a
+    It is simulated with equal stages; the runtime executes the same passes. `--out` saves a
     web page, a trace for ui.perfetto.dev and what torch.distributed.pipelining reads.
 
     **Examples**
@@ -164,8 +161,8 @@ class ScheduleStudy:
             for rank in shown
         ]
         wide = len(str(schedule.ranks - 1))
-        # A pipe has no width.
-        terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+        # COLUMNS, or the terminal's; a pipe has no width.
+        terminal = shutil.get_terminal_size((160, 24)).columns
         drawn = lines(timeline, max(40, min(160, terminal) - wide - 1), shown)
         hidden = schedule.ranks - len(shown)
         return [
@@ -208,7 +205,7 @@ class ScheduleStudy:
 def _text(path: Path) -> str:
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise DataError(f"{path}: larger than 64 MiB; that is no schedule")
+            raise DataError(f"{path}: larger than 64 MiB, too large for a schedule")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         raise DataError(f"{path}: cannot be read as text: {cause}") from cause

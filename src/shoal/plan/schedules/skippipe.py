@@ -37,8 +37,6 @@ from shoal.plan.routes.plan import RouteTask, plan, to_schedule
 from shoal.plan.schedules.common import boundary_estimate, check_numbers, looped
 from shoal.plan.schedules.one_f_one_b import OneFOneB
 
-__all__ = ["SkipPipe"]
-
 # Of equal stages without a network.
 _FORWARD, _BACKWARD = 1000, 2000
 

@@ -14,8 +14,6 @@ import re
 from shoal.core.errors import PlanError, require
 from shoal.ir.schedule import Op, Schedule
 
-__all__ = ["from_torch_csv", "to_torch_csv"]
-
 _PASS = re.compile(r"(\d{1,7})([FBIW])(\d{1,7})")
 # When weights are gathered and gradients reduced is not the pipeline's to say.
 _OF_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
@@ -45,10 +43,6 @@ def from_torch_csv(text: str, *, name: str = "torch_csv") -> Schedule:
     """The schedule that torch's compute-only CSV describes.
 
     Cells that gather weights or reduce gradients are left out.
-
-    Args:
-        text: lines of ranks.
-        name: name of the schedule.
 
     Raises:
         PlanError: a cell is no pass (names line and column), or the passes are no schedule.

@@ -14,8 +14,6 @@ from shoal.ir.schedule import Schedule
 from shoal.plan.schedules.blocks import PERIOD, ScheduleBlock, repeated
 from shoal.plan.schedules.common import VShaped, check_numbers
 
-__all__ = ["VMin"]
-
 
 @part
 class VMin(VShaped):

@@ -19,8 +19,6 @@ from shoal.core.errors import PlanError, require
 from shoal.cost.pipeline.simulator import simulate
 from shoal.ir.schedule import Op, OpCosts, Schedule
 
-__all__ = ["with_vocabulary"]
-
 # Forward, and the two halves of backward, one unit each: the interval is 3 a stage of a rank.
 _FORWARD, _BACKWARD = 1.0, 2.0
 # Passes that fall on one moment, in an order in which what is needed comes first.

@@ -18,8 +18,6 @@ from shoal.ir.plan import Work
 from shoal.ir.schedule import Op, Schedule
 from shoal.plan.schedules.common import OneStage, check_numbers, looped
 
-__all__ = ["ZeroBubbleH1"]
-
 
 @part
 class ZeroBubbleH1(OneStage):

@@ -13,8 +13,6 @@ from shoal.core.parts import part
 from shoal.ir.schedule import Op, Schedule
 from shoal.plan.schedules.common import VShaped, check_numbers, vee
 
-__all__ = ["ZeroBubbleV"]
-
 
 @part
 class ZeroBubbleV(VShaped):

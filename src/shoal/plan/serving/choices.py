@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.parts import Choice, table
+from shoal.cost.kernels.serving_engines import serving_engine
 from shoal.cost.shapes import resolve
 from shoal.ir import Machine, ModelShape, ServeJob, ServeParallel, ServeWork
-
-__all__ = ["alternatives", "check_split", "offered", "splits"]
 
 # Keys of a job whose parts compete, each named as its kind.
 _SEARCHED = ("scheduler", "kv", "preempt", "speculative")
@@ -21,24 +20,25 @@ def splits(job: ServeJob, machine: Machine) -> list[ServeJob]:
     """The job split over the devices of a machine in every other way that the model allows.
 
     Degrees are powers of two. Ranks of a CPU share its cores, so there are none there.
-
-    Args:
-        job: that they compete with.
-        machine: whose devices there are.
     """
     shape, splits = resolve(job.model), []
     if machine.device.kind == "cpu":
         return []
     degrees = [2**n for n in range(machine.num_devices.bit_length())]
-    for tp, pp in itertools.product(degrees, degrees):
-        other = job.model_copy(update={"parallel": ServeParallel(tp=tp, pp=pp)})
-        if (tp, pp) == (job.parallel.tp, job.parallel.pp) or tp > machine.devices_per_node:
+    ways = [ServeParallel(tp=tp, pp=pp) for tp, pp in itertools.product(degrees, degrees)]
+    # Groups that share experts take all devices; fewer experts on each is what they are for.
+    ways += [
+        ServeParallel(tp=tp, dp=machine.num_devices // tp, ep=machine.num_devices)
+        for tp in degrees
+        if machine.num_devices % (2 * tp) == 0
+    ]
+    for way in ways:
+        other = job.model_copy(update={"parallel": way})
+        if way == job.parallel or way.tp > machine.devices_per_node:
             continue
-        try:
+        with contextlib.suppress(PlanError):
             check_split(other, shape, machine)
-        except PlanError:
-            continue
-        splits.append(other)
+            splits.append(other)
     return splits
 
 
@@ -56,10 +56,6 @@ def alternatives(work: ServeWork, machine: Machine) -> list[ServeJob]:
 
     All of them give the answers of the job as it is: how weights and cache are kept and how
     scores become text stay as they are.
-
-    Args:
-        work: the job that they compete with, and what it serves.
-        machine: where it is served.
     """
     job, alternatives = work.job, []
     choices = []
@@ -105,6 +101,25 @@ def check_split(job: ServeJob, shape: ModelShape, machine: Machine) -> None:
         "parallel.pp",
         split.pp,
         expected=f"at most {shape.num_layers}, a layer for each stage",
+        error=PlanError,
+    )
+    engine = serving_engine(job.engine)
+    require(
+        split.dp == 1 or (engine.groups and bool(shape.num_experts) and split.pp == 1),
+        "parallel.dp",
+        split.dp,
+        expected="1, or experts that groups share, one stage, and an engine that has such groups",
+        hint="--engine vllm, sglang or trtllm of a mixture; replicas are whole engines",
+        error=PlanError,
+    )
+    ranks = split.tp * split.dp
+    mixture = engine.groups and shape.num_experts and shape.num_experts % split.ep == 0
+    require(
+        split.ep == 1 or (bool(mixture) and ranks % split.ep == 0),
+        "parallel.ep",
+        split.ep,
+        expected=f"1, or a divisor of the {ranks} ranks of a stage and of the {shape.num_experts} "
+        "experts, and an engine that divides them",
         error=PlanError,
     )
     many = machine.num_devices

@@ -18,8 +18,6 @@ from shoal.core.files import shoal_home, write_json
 from shoal.core.parts import table as table_of
 from shoal.ir import Machine, ServeJob
 
-__all__ = ["MeasuredRow", "MeasuredTable", "decoding_notes", "find", "how_to", "keep", "sentence"]
-
 # What of a fingerprint makes two machines one for the speed of steps.
 _TELLING = ("cpu", "isa", "cores")
 
@@ -34,7 +32,6 @@ class MeasuredRow(Value):
         low: lower end of its 90 % interval.
         high: upper end.
         tokens_per_step: of a request.
-        date: when, such as 2026-11-23.
     """
 
     method: str
@@ -50,11 +47,8 @@ class MeasuredTable(Value):
     """All methods on one target.
 
     Args:
-        target: fingerprint of the target's weights.
         models: what the target is called: its directory, and the zoo's name for it.
-        machine: fingerprint of the machine.
         precision: of the target.
-        rows: what was measured.
     """
 
     target: str
@@ -148,12 +142,7 @@ def find(
 
 
 def sentence(method: str, rows: Iterable[MeasuredRow]) -> str:
-    """What was measured of a method, in words.
-
-    Args:
-        method: its name.
-        rows: of it, at least one.
-    """
+    """What was measured of a method, in words."""
     rows = list(rows)
     text = ", ".join(
         f"{one.speedup:.2f}x with {one.batch} request{'s' if one.batch > 1 else ''}" for one in rows
@@ -184,7 +173,7 @@ def decoding_notes(job: ServeJob, machine: Machine) -> tuple[str, ...]:
     if job.speculative is None:
         paying = table.paying()[:1] if table is not None else ()
         return tuple(
-            f"speculative would pay: {sentence(name, table.of(name))}"
+            f"speculative decoding would be faster: {sentence(name, table.of(name))}"
             for name in paying
             if table is not None
         )
@@ -196,5 +185,5 @@ def decoding_notes(job: ServeJob, machine: Machine) -> tuple[str, ...]:
     assumes = table_of("speculative").build(job.speculative).expects().assumes
     return (
         f"what {name} gives here is predicted{', ' if assumes else ''}{assumes}, and was not "
-        f"measured; on that machine: {how_to(name, job.model, path)}",
+        f"measured; to measure it on that machine: {how_to(name, job.model, path)}",
     )

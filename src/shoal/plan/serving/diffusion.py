@@ -17,8 +17,6 @@ from shoal.cost.serving.simulator import Simulation, simulate
 from shoal.ir import Arrival, KVManager, Request, ServeJob, Step, StepCost, StepResult
 from shoal.plan.batching.schedulers.masked import MaskedScheduler, block_of, full_length
 
-__all__ = ["DiffusionDecoding", "PredictedPasses", "simulate_passes", "usual_pass"]
-
 
 class DiffusionDecoding(Protocol):
     """What a plan asks the part of kind ``decode`` that is called diffusion."""
@@ -29,7 +27,6 @@ class DiffusionDecoding(Protocol):
 
     def passes(self, size: int) -> int:
         """Passes that a block of so many places is taken to need."""
-        ...
 
 
 class PredictedPasses:
@@ -48,7 +45,6 @@ class PredictedPasses:
         self._passed: dict[str, tuple[tuple[int, int], int]] = {}
 
     def execute(self, step: Step) -> StepResult:
-        """See :class:`~shoal.ir.engine.Runner`."""
         requests = [chunk.request for chunk in step.chunks]
         seconds = 0.0
         for _ in range(self._decode.unroll):

@@ -11,12 +11,17 @@ Source: Zhong et al., DistServe, 2024, section 4.1 (instances on any devices) an
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
+from shoal.core.pool.local import LocalPool
+from shoal.core.sizes import human_bytes
 from shoal.core.traits import traits
 from shoal.cost.serving.fleet import KVTransferLink, SimulatedFleet, SimulatedInstance
 from shoal.cost.serving.queueing import busy_share
@@ -42,8 +47,6 @@ from shoal.plan.serving.inputs import arrivals_of, positions, precision_of
 from shoal.plan.serving.memory import fillable, fixed_memory, token_bytes
 from shoal.plan.serving.simulation import sharded_costs
 
-__all__ = ["plan_goodput"]
-
 Costs = Callable[[int, int], StepCost]
 Progress = Callable[[float, float, str], None]
 
@@ -55,6 +58,8 @@ _TOGETHER = 2
 _FINE = 0.02
 # Rates of the drawn curves, as shares of the goodput.
 _CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
+# Output tokens of a simulation from which on it is worth to search in two processes.
+_LONG = 50_000
 # Requests at once of an engine that no limit of the job's keeps smaller.
 _UNLIMITED = 1e15
 
@@ -70,6 +75,7 @@ def plan_goodput(
     tolerance: float = 0.05,
     wanted: float | None = None,
     progress: Progress | None = None,
+    processes: int = 1,
 ) -> GoodputReport:
     """Search settings for the highest rate under targets; needs no torch.
 
@@ -83,16 +89,32 @@ def plan_goodput(
         tolerance: of a rate, requests per second and device.
         wanted: requests per second that shall be served.
         progress: called with (done, total, text).
+        processes: 2 lets another process search instances for each phase where that takes long;
+            the caller's main module is imported there, so a script needs its guard. The result is
+            the same.
 
     Raises:
         PlanError: fewer than two devices, a model that fits no phase, or targets that not even a
             request alone meets.
     """
-    return _Search(job, machine, slo, devices, costs, requests, tolerance).report(wanted, progress)
+    given = (job, machine, slo, devices, requests, tolerance)
+    return _Search(*given, costs).report(wanted, progress, processes > 1 and costs is None)
+
+
+def _apart(*given: Any) -> list[SettingResult]:
+    """The settings with instances for each phase, by a process of their own."""
+    search = _Search(*given)
+    splits = list(search._splits())
+    search._check(splits)
+    return search._phases(splits, lambda text: None)
 
 
 class _Search:
-    """The search of :func:`plan_goodput`."""
+    """The search of :func:`plan_goodput`.
+
+    Engines for both phases and instances for each are searched apart, so that two processes may
+    share the work: what each finds does not depend on the other.
+    """
 
     def __init__(
         self,
@@ -100,10 +122,11 @@ class _Search:
         machine: Machine,
         slo: Slo,
         devices: int | None,
-        costs: Costs | None,
         requests: int,
         tolerance: float,
+        costs: Costs | None = None,
     ) -> None:
+        self._given = (job, machine, slo, devices, requests, tolerance)
         self.machine, self.slo, self.tolerance = machine, slo, tolerance
         self.devices = devices or machine.num_devices
         require(
@@ -112,6 +135,14 @@ class _Search:
             self.devices,
             expected="at least 2, one for each phase",
             hint="plan one device without --slo",
+            error=PlanError,
+        )
+        require(
+            self.devices <= machine.num_devices,
+            "--devices",
+            self.devices,
+            expected=f"at most the {machine.num_devices} of {machine.name}",
+            hint=f"name a machine of so many, such as {self.devices}xH100",
             error=PlanError,
         )
         require(
@@ -142,8 +173,10 @@ class _Search:
         self.costs: Costs = costs or sharded_costs(job, machine)
         self.limits = self.job.limits
 
-    def report(self, wanted: float | None, progress: Progress | None) -> GoodputReport:
-        """Search, and say what was found."""
+    def report(
+        self, wanted: float | None, progress: Progress | None, shared: bool
+    ) -> GoodputReport:
+        """Search, and say what was found; ``shared`` with another process where it takes long."""
         splits = list(self._splits())
         self._check(splits)
         done = steps = 0
@@ -154,15 +187,39 @@ class _Search:
             if progress is not None:
                 progress(min(done, steps), steps, text)
 
-        tried: list[tuple[SettingResult, Goodput]] = []
+        whole = [(tp, pp) for tp, pp in splits if pp == 1]
         schedulers = list(offered("scheduler", self._work(*splits[0]), self.machine))
-        steps = len(schedulers) * len(splits) + _KEPT
-        for scheduler in schedulers:
-            for tp, pp in splits:
-                if pp == 1:
-                    both = Phase(count=self.devices // tp, tp=tp)
-                    tried.append(self._try(DisaggSetting(scheduler=scheduler, both=both), near=0.0))
+        steps = len(schedulers) * len(whole) + _KEPT
+        tried: list[tuple[SettingResult, Goodput]] = []
+        aside: Future[list[SettingResult]] | None = None
+        tokens = sum(one.output_tokens for one in self.many)
+        with contextlib.ExitStack() as stack:
+            if shared and tokens >= _LONG:
+                pool = stack.enter_context(LocalPool(workers=1).open())
+                aside = pool.submit(_apart, *self._given)
+            for scheduler, (tp, _) in itertools.product(schedulers, whole):
+                both = Phase(count=self.devices // tp, tp=tp)
+                tried.append(self._try(DisaggSetting(scheduler=scheduler, both=both), near=0.0))
                 tell(str(scheduler))
+            rows = self._drawn(tried)
+            self._guess = 0.0
+            rows += self._phases(splits, tell) if aside is None else aside.result()
+            done = steps - 1
+            tell("all settings")
+        rows.sort(key=lambda one: -one.goodput)
+        if rows[0].goodput == 0:
+            raise PlanError(
+                f"--slo: no setting of {self.devices} devices has {self.slo.share:.0%} of the "
+                f"requests within ttft {self.slo.ttft:g} s and tpot {self.slo.tpot:g} s at any "
+                "rate; long prompts take longer than the median one: give looser targets"
+            )
+        return self._reported(rows, wanted)
+
+    def _phases(
+        self, splits: Sequence[tuple[int, int]], tell: Callable[[str], None]
+    ) -> list[SettingResult]:
+        """Settings with instances for each phase."""
+        tried: list[tuple[SettingResult, Goodput]] = []
         fronts = sorted(((self._prompts(*split), *split) for split in splits), reverse=True)
         backs = sorted(((self._tokens(*split), *split) for split in splits), reverse=True)
         better = 1.0  # than the closed forms, by the setting before
@@ -171,27 +228,19 @@ class _Search:
             tried.append((result, rates))
             better = max(better, result.goodput / rate)
             tell(str(setting))
-        tried.sort(key=lambda one: -one[0].goodput)
-        if tried[0][0].goodput == 0:
-            raise PlanError(
-                f"--slo: no setting of {self.devices} devices has {self.slo.share:.0%} of the "
-                f"requests within ttft {self.slo.ttft:g} s and tpot {self.slo.tpot:g} s at any "
-                "rate; long prompts take longer than the median one: give looser targets"
-            )
-        return self._reported(tried, wanted)
+        return self._drawn(tried)
 
-    def _reported(
-        self, tried: Sequence[tuple[SettingResult, Goodput]], wanted: float | None
-    ) -> GoodputReport:
-        rows = []
-        for apart in (True, False):
-            kind = [one for one in tried if (one[0].setting.both is None) == apart]
-            for place, (one, rates) in enumerate(kind):
-                if place == 0 and one.per_device:
-                    curve = tuple(rates.curve(self.slo, [s * one.per_device for s in _CURVE]))
-                    one = one.model_copy(update={"curve": curve})
-                rows.append(one)
-        rows.sort(key=lambda one: -one.goodput)
+    def _drawn(self, tried: list[tuple[SettingResult, Goodput]]) -> list[SettingResult]:
+        """The settings, the best of them with its curve."""
+        tried.sort(key=lambda one: -one[0].goodput)
+        rows = [one for one, _ in tried]
+        if rows and rows[0].per_device:
+            rates = [share * rows[0].per_device for share in _CURVE]
+            curve = tuple(tried[0][1].curve(self.slo, rates))
+            rows[0] = rows[0].model_copy(update={"curve": curve})
+        return rows
+
+    def _reported(self, rows: Sequence[SettingResult], wanted: float | None) -> GoodputReport:
         best = rows[0]
         result = best.setting
         both = result.both or Phase()
@@ -257,8 +306,8 @@ class _Search:
             room = fillable(self.job, self.machine)
             raise PlanError(
                 f"{self.shape.name} fits no phase: an instance of at most {self.devices - 1} of "
-                f"{self.devices} devices of {room / 1e9:.1f} GB must hold "
-                f"{memory['weights'] / 1e9:.1f} GB of weights and the cache of a request of "
+                f"{self.devices} devices of {human_bytes(room)} must hold "
+                f"{human_bytes(memory['weights'])} of weights and the cache of a request of "
                 f"{self.limits.max_position} tokens; use more devices, or a smaller max_position"
             )
         prompt = sorted(len(one.prompt) for one in self.lengths)[len(self.lengths) // 2]
@@ -391,7 +440,7 @@ class _Search:
         return used * len(lengths) / busy / (tp * pp)
 
     def _tokens(self, tp: int, pp: int) -> float:
-        """Rate per device of an instance that generates alone: of the largest batch in time."""
+        """Rate per device of a decode instance alone: of the largest batch in time."""
         cost = self.costs(tp, pp)
         outputs = sum(one.output_tokens for one in self.lengths)
         context = round(

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from pydantic import Field, PositiveFloat
+import pydantic
+from pydantic import PositiveFloat
 
-from shoal.core.config import Value
+from shoal.core.config import Value, parse
+from shoal.core.counts import duration
 from shoal.core.errors import require
 from shoal.cost.serving.fleet import SimulatedFleet
+from shoal.cost.serving.simulator import ServedRequest
 from shoal.cost.workloads.drawing import times
 from shoal.ir import Arrival
-
-__all__ = ["FEWEST_REQUESTS", "Goodput", "Slo", "poisson", "replicas"]
 
 FEWEST_REQUESTS = 500
 _MOST_DOUBLINGS = 40
@@ -46,7 +48,18 @@ class Slo(Value):
 
     ttft: PositiveFloat
     tpot: PositiveFloat
-    share: float = Field(default=0.9, gt=0, le=1)
+    share: float = pydantic.Field(default=0.9, gt=0, le=1)
+
+
+def targets_of(text: str) -> Slo:
+    """The targets of a text such as ``ttft=0.25,tpot=0.03``.
+
+    Raises:
+        ConfigError: one is missing, unknown or no number above 0.
+    """
+    words = [word.strip().partition("=") for word in text.split(",")]
+    values = {name: duration(value, f"--slo {name}") for name, _, value in words}
+    return parse(Slo, values, where="--slo")
 
 
 def poisson(requests: Sequence[Arrival], count: int, seed: int) -> list[Arrival]:
@@ -79,6 +92,32 @@ def replicas(rate: float, goodput: float) -> int:
     return math.ceil(rate / goodput - 1e-9)
 
 
+@dataclass(slots=True)
+class _Tally:
+    """Requests of a rate that met their targets, that cannot, and of which it is not certain."""
+
+    came: int = 0
+    met: int = 0
+    missed: int = 0
+    open: list[tuple[ServedRequest, Arrival]] = field(default_factory=list)
+
+
+def _load(one: ServedRequest, arrival: Arrival, now: float, slo: Slo) -> float:
+    """How much of its targets a request takes at least: more than 1 is certain to miss them.
+
+    It takes the larger one of its two shares: of the time to its first token, and of the time for
+    each of those after it. At best, what is missing comes now.
+    """
+    first = one.first if one.n_output else now
+    last, rest = one.finish, one.n_output
+    if math.isnan(last):
+        last, rest = now, arrival.output_tokens
+    load = (first - one.arrival) / slo.ttft
+    if rest > 1:
+        load = max(load, (last - first) / (rest - 1) / slo.tpot)
+    return load
+
+
 class Goodput:
     """Rates of one setting, each simulated once, as far as what is asked of it needs.
 
@@ -97,6 +136,8 @@ class Goodput:
         self._serve, self._arrivals = serve, arrivals
         self.devices = devices
         self._seen: dict[float, SimulatedFleet] = {}
+        # By rate and targets: what is certain.
+        self._tallies: dict[tuple[float, float, float], _Tally] = {}
 
     def _at(self, rate: float) -> SimulatedFleet:
         """The simulation at ``rate`` a second and device."""
@@ -112,26 +153,19 @@ class Goodput:
 
     def _judged(self, rate: float, slo: Slo) -> tuple[int, int]:
         """Requests that met both targets until now, and those that cannot any more."""
-        loads = self._loads(rate, slo)
-        return sum(one <= 1 for one, ended in loads if ended), sum(one > 1 for one, _ in loads)
-
-    def _loads(self, rate: float, slo: Slo) -> list[tuple[float, bool]]:
-        """(how much of its targets it takes at least, whether it ended) of each that came.
-
-        A request takes the larger one of its two shares: of the time to its first token, and of
-        the time for each of those after it.
-        """
-        fleet, loads = self._at(rate), []
-        for one, arrival in zip(fleet.seen.served, self._arrivals, strict=False):
-            # At best, what is missing comes now.
-            first = one.first if one.n_output else fleet.now
-            ended = not math.isnan(one.finish)
-            last, rest = (one.finish, one.n_output) if ended else (fleet.now, arrival.output_tokens)
-            load = (first - one.arrival) / slo.ttft
-            if rest > 1:
-                load = max(load, (last - first) / (rest - 1) / slo.tpot)
-            loads.append((load, ended))
-        return loads
+        fleet = self._at(rate)
+        tally = self._tallies.setdefault((rate, slo.ttft, slo.tpot), _Tally())
+        served, came = fleet.seen.served, tally.came
+        open_ = [*tally.open, *zip(served[came:], self._arrivals[came:], strict=False)]
+        tally.came, tally.open = len(served), []
+        for one, arrival in open_:
+            if _load(one, arrival, fleet.now, slo) > 1:
+                tally.missed += 1
+            elif math.isnan(one.finish):
+                tally.open.append((one, arrival))
+            else:
+                tally.met += 1
+        return tally.met, tally.missed
 
     def attained(self, rate: float, slo: Slo) -> float:
         """Share of requests that meet both targets."""
@@ -169,7 +203,9 @@ class Goodput:
 
         By what was simulated: a queue that grows does so evenly until the last request has come.
         """
-        loads = sorted(load for load, _ in self._loads(rate, slo))
+        fleet = self._at(rate)
+        came = zip(fleet.seen.served, self._arrivals, strict=False)
+        loads = sorted(_load(one, arrival, fleet.now, slo) for one, arrival in came)
         load = loads[max(1, math.ceil(slo.share * len(loads) - 1e-9)) - 1]
         return load * len(self._arrivals) / len(loads) if load > 1 else load
 

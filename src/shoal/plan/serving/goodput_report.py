@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from shoal.core.config import Value
 from shoal.core.errors import require
 from shoal.core.parts import Choice
 from shoal.core.svg import Chart, Series
+from shoal.core.tables import Table, table_of
 from shoal.cost.workloads.describe import describe
 from shoal.ir import Arrival, Machine, Phase, ServeJob
 from shoal.plan.serving.goodput import Slo
-
-__all__ = ["DisaggSetting", "GoodputReport", "SettingResult", "drifted"]
 
 
 class DisaggSetting(Value):
@@ -70,9 +69,7 @@ class GoodputReport(Value):
 
     Args:
         job: the job with the best setting.
-        machine: what the devices are.
         devices: how many there are.
-        slo: the targets.
         tried: settings, best first.
         workload: numbers of the requests, as in ``describe``.
         wanted: requests per second that shall be served; None if not stated.
@@ -98,6 +95,30 @@ class GoodputReport(Value):
     def best_of(self, *, apart: bool) -> SettingResult | None:
         """The best with, or without, instances for each phase."""
         return next((t for t in self.tried if (t.setting.both is None) == apart), None)
+
+    def tables(self) -> Iterator[Table | str]:
+        """The settings, best first, and how many requests each serves within the targets."""
+        rows = [
+            (str(one.setting), f"{one.goodput:.3g}", f"{one.per_device:.3g}", one.setting.devices)
+            for one in self.tried
+        ]
+        slo = self.slo
+        yield table_of(
+            f"settings of {self.devices} devices, best first; {slo.share:.0%} of the requests "
+            f"within ttft {slo.ttft:g} s and tpot {slo.tpot:g} s",
+            ("setting", "requests/s", "a device", "devices used"),
+            rows,
+            right=" rrr",
+        )
+        for one in self.tried:
+            if one.curve:
+                points = [(f"{rate:.3g}", f"{share:.0%}") for rate, share in one.curve]
+                yield table_of(
+                    f"within both targets: {one.setting}", ("a device", "share"), points, right="rr"
+                )
+        yield self.why
+        for note in self.notes:
+            yield f"note: {note}"
 
     def picture(self) -> str:
         """Attainment over rate as SVG: the best of each kind, and the share that is wanted."""
@@ -142,7 +163,7 @@ def drifted(planned: GoodputReport, seen: Sequence[Arrival], *, by: float = 0.3)
         seen: what arrived lately.
         by: relative change of the rate (where one was wanted) or of a median length.
     """
-    require(by > 0, "drift", by, expected="a share above 0")
+    require(by > 0, "drift", by, expected="a fraction above 0")
     now = describe(seen)
     expected = {name: planned.workload.get(name, 0.0) for name in ("prompt_p50", "output_p50")}
     if planned.wanted:

@@ -13,8 +13,6 @@ from shoal.ir import MAX_NODES, DrafterCalibration, Machine, TreePart
 from shoal.plan.trees.drafting import ProfitableDrafting, RowCosts
 from shoal.plan.trees.dynamic import DynamicTrees
 
-__all__ = ["decode_plan", "expected_tokens", "predicted_costs"]
-
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 

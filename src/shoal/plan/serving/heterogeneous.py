@@ -18,8 +18,6 @@ from shoal.core.errors import PlanError, require
 from shoal.ir import MAX_NODES, DrafterCalibration, VerificationCost
 from shoal.plan.trees.auto import AutoTree
 
-__all__ = ["DraftOption", "Heterogeneous", "HeterogeneousPlacement"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOption:
@@ -124,10 +122,6 @@ class Heterogeneous:
         self, options: Sequence[DraftOption], nodes: Sequence[int] = range(1, 33)
     ) -> list[HeterogeneousPlacement]:
         """Every way that fits, the fastest first.
-
-        Args:
-            options: the drafters there are.
-            nodes: sizes of trees to look at.
 
         Raises:
             PlanError: none of them fits.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
 from shoal.core.errors import PlanError, require
+from shoal.core.files import expanded
 from shoal.core.parts import table
 from shoal.cost.configs import dtype_of, read_config
 from shoal.cost.shapes import resolve
-from shoal.ir import Arrival, ModelShape, ServeJob
+from shoal.ir import Arrival, ModelShape, Prompt, ServeJob
 from shoal.plan.serving.memory import slot_length
-
-__all__ = ["arrivals_of", "positions", "precision_of"]
 
 
 def precision_of(job: ServeJob) -> str:
@@ -24,7 +23,7 @@ def precision_of(job: ServeJob) -> str:
     """
     if job.precision != "auto":
         return job.precision
-    path = Path(job.model).expanduser()
+    path = expanded(job.model)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix == ".json" and config.is_file():
         resolve(job.model)  # complains about a file that is no configuration
@@ -49,7 +48,7 @@ def arrivals_of(job: ServeJob, shape: ModelShape, *, count: int | None = None) -
             seed=job.seed,
         )
     )
-    return arrivals
+    return [replace(one, prompt=Prompt(one.prompt)) for one in arrivals]
 
 
 def positions(job: ServeJob, shape: ModelShape) -> int:

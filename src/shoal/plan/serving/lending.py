@@ -33,8 +33,6 @@ from shoal.plan.batching.cache.distributed import (
 from shoal.plan.batching.cache.loans import LoanRegistry
 from shoal.plan.batching.common import Queues, most_cached
 
-__all__ = ["LendingSimulation", "simulate_lending"]
-
 # s until an instance that has nothing to compute looks again whether others lend.
 _PAUSE_S = 2e-3
 

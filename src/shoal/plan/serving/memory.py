@@ -9,31 +9,12 @@ from __future__ import annotations
 import math
 
 from shoal.core.parts import table
-from shoal.cost.arithmetic import block_weights, parameters
-from shoal.cost.gpu.spec import latent_of
+from shoal.cost.arithmetic import block_weights, expert_parameters, parameters
+from shoal.cost.latent import latent_of
 from shoal.cost.price.rates import RankRates
-from shoal.cost.step_cost.roofline import BYTES, activation_bytes
+from shoal.cost.step_cost.roofline import BYTES, FILL, RUNTIME_BYTES, activation_bytes
 from shoal.ir import Expectation, Machine, ModelShape, Parallel, ServeJob, SpeculationEstimator
 from shoal.ir.weight_formats import weight_format
-
-__all__ = [
-    "FILL",
-    "block_size",
-    "expectation",
-    "fillable",
-    "fixed_memory",
-    "free_tokens",
-    "head_bytes",
-    "memory_of",
-    "slot_length",
-    "token_bytes",
-    "weight_bytes",
-]
-
-# Share of a device's memory that a plan may fill; the rest is for what is not counted.
-FILL = {"gpu": 0.92, "cpu": 0.85}
-# What the engine's process holds before the model: framework, libraries, allocator.
-RUNTIME_BYTES = {"cpu": 0.45e9, "gpu": 1.5e9}
 
 
 def slot_length(job: ServeJob) -> float:
@@ -73,8 +54,10 @@ def memory_of(
     """(bytes of a rank by cause, bytes that it may fill, whether they are enough)."""
     memory = fixed_memory(job, shape, machine, precision)
     free = free_tokens(job, shape, machine, precision)
-    wanted = job.kv_tokens or max(min(job.max_running * longest, free), _least(job, longest))
-    memory["cache"] = wanted * token_bytes(job, shape, precision)
+    groups = job.parallel.dp
+    most_tokens = groups * job.max_running * longest
+    wanted = job.kv_tokens or max(min(most_tokens, free), groups * _least(job, longest))
+    memory["cache"] = wanted * token_bytes(job, shape, precision) / groups
     if _caches(job, machine) == 2:
         memory["host"] = memory["cache"]
     most = fillable(job, machine)
@@ -93,8 +76,10 @@ def fixed_memory(
     packed = block_weights(shape)
     plain = parameters(shape) - packed
     weights = plain * BYTES[precision] + packed * weight_bytes(job, precision)
+    # Groups with attention of their own share the experts alone.
+    shared = expert_parameters(shape) * weight_bytes(job, precision)
     return {
-        "weights": weights / split.world,
+        "weights": (weights - shared) * split.dp / split.world + shared / split.world,
         "cache": 0.0,
         "activations": activation_bytes(shape, job.max_step_tokens, requests, precision) / split.tp,
         "runtime": RUNTIME_BYTES[machine.device.kind],
@@ -133,7 +118,7 @@ def free_tokens(job: ServeJob, shape: ModelShape, machine: Machine, precision: s
     free = fillable(job, machine) - sum(fixed_memory(job, shape, machine, precision).values())
     size = _unit(job)
     token = token_bytes(job, shape, precision) * _caches(job, machine)
-    return math.floor(free / token / size) * size
+    return math.floor(free / token / size) * size * job.parallel.dp
 
 
 def _least(job: ServeJob, longest: int) -> int:

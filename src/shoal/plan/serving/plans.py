@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from shoal.core.errors import PlanError, ServeError, require
 from shoal.core.traits import traits
 from shoal.cost.arithmetic import flops_per_token
+from shoal.cost.calibration import corrected, corrected_latencies
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.accelerated import AcceleratedStepCost
 from shoal.cost.step_cost.fitted import FittedStepCost
@@ -32,15 +33,15 @@ from shoal.ir import (
     ServeWork,
     StepCost,
 )
+from shoal.plan.defaults import settled_serving
+from shoal.plan.emit.expressed import refuses
 from shoal.plan.serving.choices import alternatives, check_split, offered, splits
 from shoal.plan.serving.diffusion import usual_pass
 from shoal.plan.serving.inputs import arrivals_of, positions, precision_of
 from shoal.plan.serving.memory import free_tokens, memory_of, token_bytes
-from shoal.plan.serving.simulation import sharded_costs, simulate_plan
+from shoal.plan.serving.simulation import simulate_plan, step_cost_of
 from shoal.plan.serving.table import rank
 from shoal.plan.serving.wording import SHORTEST, job_notes, misfit, reason, remedies, seen_notes
-
-__all__ = ["competing", "plan_serve"]
 
 # Half-widths of the 90 % interval of a step, as shares: a roofline of declared rates, one of
 # probed rates, kernels that were measured on such a device (nine of ten measured runs of models
@@ -66,15 +67,18 @@ def plan_serve(
     cost: StepCost | None = None,
     trace: Sequence[Arrival] | None = None,
     requests: int | None = None,
+    ends: bool = True,
 ) -> ServePlan:
     """Size the cache, simulate the workload and say what it will be like; needs no torch.
 
     Args:
         job: what to serve; what it leaves open is chosen here.
         machine: the machine; as many of its devices are used as all replicas have ranks.
-        cost: seconds of a step, through all stages; None predicts them from the machine's rates.
+        cost: seconds of a step, through all stages; None predicts them from the machine's rates,
+            and corrects latencies by the machine's calibration.
         trace: what arrives; None takes the job's workload.
         requests: how many of the workload's; None takes its own number.
+        ends: simulate the ends of intervals too; they are the values otherwise.
 
     Raises:
         ModelError: there is no such model.
@@ -83,9 +87,12 @@ def plan_serve(
         DataError: a trace that cannot be read.
         ConfigError: an option of a part is wrong.
     """
+    job = settled_serving(job, machine)
     shape = resolve(job.model)
     precision = precision_of(job)
     check_split(job, shape, machine)
+    if cost is not None:
+        machine = machine.model_copy(update={"calibration": None})
     masked = shape.family == "mdlm"
     require(
         ("whole_blocks" in traits("decode", job.decode)) == masked,
@@ -120,8 +127,7 @@ def plan_serve(
             "max_position": longest,
         }
     )
-    split = concrete.parallel
-    priced = sharded_costs(concrete, machine)(split.tp, split.pp)
+    priced = step_cost_of(concrete, machine)
     model = cost or priced
     spread = _spread(machine, cost, priced)
     if not fits:
@@ -139,32 +145,42 @@ def plan_serve(
         bool(arrivals), "trace", len(arrivals), expected="at least one request", hint="add some"
     )
     seen = simulate_plan(concrete, machine, model, arrivals)
-    ends = [
+    factors = (1 / (1 + spread), 1 + spread) if ends else ()
+    outer = [
         simulate_plan(concrete, machine, _Scaled(model, factor), arrivals).quantities()
-        for factor in (1 / (1 + spread), 1 + spread)
+        for factor in factors
     ]
     context = round(sum(len(a.prompt) + a.output_tokens / 2 for a in arrivals) / len(arrivals))
-    estimate = _decode_step(concrete, shape, priced, model, spread, memory, context)
+    # Requests that generate while a replica computes, in the mean.
+    decoding_s = sum(one.finish - one.first for one in seen.served)
+    running = decoding_s / max(seen.busy_s, 1e-9) / concrete.replicas
+    estimate = _decode_step(concrete, shape, priced, model, spread, memory, context, running)
+    predicted = {
+        name: Interval(
+            value=value,
+            low=min([value, *(end[name] for end in outer)]),
+            high=max([value, *(end[name] for end in outer)]),
+        )
+        for name, value in seen.quantities().items()
+    }
     return ServePlan(
         job=concrete,
         machine=machine,
         shape=shape,
-        estimate=estimate,
-        predicted={
-            name: Interval(
-                value=value,
-                low=min(value, *(end[name] for end in ends)),
-                high=max(value, *(end[name] for end in ends)),
-            )
-            for name, value in seen.quantities().items()
-        },
+        estimate=corrected(estimate, machine, job.engine, "tpot", job.model),
+        predicted=corrected_latencies(predicted, machine, job.engine, job.model),
         why=reason(concrete, estimate, seen, arrivals, memory, most),
         notes=(sentence(arrivals, seed=job.seed), *seen_notes(concrete, seen), *notes),
     )
 
 
 def competing(
-    job: ServeJob, asked: ServePlan, *, drafters: Sequence[str] = (), divide: bool = True
+    job: ServeJob,
+    asked: ServePlan,
+    *,
+    drafters: Sequence[str] = (),
+    divide: bool = True,
+    most: int | None = None,
 ) -> list[ServePlan]:
     """A plan among those that compete with it, best first.
 
@@ -173,21 +189,22 @@ def competing(
         asked: its plan.
         drafters: directories of drafters that may guess.
         divide: other splits over the machine's devices compete, too.
+        most: so many of them have intervals, the best ones; all if None.
 
     Raises:
         PlanError: a directory has no drafter, or guesses cannot be verified.
         ShoalError: a drafter's files are damaged.
     """
     machine, shape, concrete = asked.machine, resolve(job.model), asked.job
+    job = settled_serving(job, machine)
     arrivals = arrivals_of(concrete, shape)
-    split = concrete.parallel
     open_job = job.model_copy(update={"max_position": concrete.max_position})
     work = ServeWork(
         shape=shape,
         job=open_job,
         arrivals=arrivals,
         room=free_tokens(job, shape, machine, concrete.precision),
-        cost=sharded_costs(concrete, machine)(split.tp, split.pp),
+        cost=step_cost_of(concrete, machine),
         drafters=tuple(drafters),
     )
     guessing = {one.options.get("path") for one in offered("speculative", work, machine)}
@@ -198,16 +215,24 @@ def competing(
             directory,
             expected="the directory of a drafter (drafter.json) or of a smaller model "
             "(config.json), and one engine of one rank, which verifies guesses",
-            hint="shoal run drafter trains one",
+            hint="train one with shoal run drafter",
             error=PlanError,
         )
     others = [*alternatives(work, machine), *(splits(job, machine) if divide else ())]
-    results = [asked]
+    others = [one for one in others if not refuses(one, shape, machine)]
+    known = {asked.job.model_dump_json(): (job, asked)}
     for other in others:
         # What a combination cannot serve, such as a request that its cache never holds.
         with contextlib.suppress(PlanError, ServeError):
-            results.append(plan_serve(other, machine))
-    return rank(results)
+            plan = plan_serve(other, machine, ends=most is None)
+            # Two ways to ask for one job are one plan.
+            known.setdefault(plan.job.model_dump_json(), (other, plan))
+    ranked = rank([plan for _, plan in known.values()])
+    for place, plan in enumerate(ranked[: most or 0]):
+        if plan is not asked and plan.fits:
+            other, _ = known[plan.job.model_dump_json()]
+            ranked[place] = plan_serve(other, machine)
+    return ranked
 
 
 def _threads(job: ServeJob, machine: Machine) -> int:
@@ -237,13 +262,15 @@ def _decode_step(
     spread: float,
     memory: dict[str, float],
     context: int,
+    running: float = math.inf,
 ) -> Estimate:
-    """One step, or pass, in which as many requests generate as the limits and the cache allow.
+    """One step, or pass, of ``running`` requests, or of as many as the limits and cache allow.
 
     The shares of its causes are those of the rates, whatever the source of its time.
     """
     assert job.kv_tokens is not None
-    number = max(1, min(job.max_running, job.max_step_tokens, job.kv_tokens // (context + 1)))
+    most = job.parallel.dp * min(job.max_running, job.max_step_tokens)
+    number = max(1, round(min(most, job.kv_tokens // (context + 1), running)))
     blocks = "whole_blocks" in traits("decode", job.decode)
     one = usual_pass(job, context) if blocks else (context, 1)
     chunks = [one] * number

@@ -27,8 +27,6 @@ from shoal.plan.serving.lending import simulate_lending
 from shoal.plan.serving.memory import block_size, expectation, head_bytes
 from shoal.plan.trees.drafting import PredictedRows, ProfitableDrafting
 
-__all__ = ["build_scheduler", "guessing", "sharded_costs", "simulate_plan"]
-
 # A message to a process of the same host and its answer, s.
 HOP_S = 1e-4
 
@@ -79,6 +77,10 @@ def simulate_plan(
     """
     link = host_link(machine, resolve(job.model), job.precision, block_size(job))
     split = job.parallel
+    if split.dp > 1:
+        # One queue stands for those of all groups, which are evenly full.
+        limits = {key: split.dp * getattr(job, key) for key in ("max_running", "max_step_tokens")}
+        job = job.model_copy(update=limits)
     if "whole_blocks" in traits("decode", job.decode):
         return simulate_passes(job, cost, arrivals)
     if "lends_blocks" in traits("kv", job.kv):
@@ -131,6 +133,12 @@ def _lending(
     return simulate_lending(part, job.kv_tokens, scheduler, job.limits, lent, arrivals)
 
 
+def step_cost_of(job: ServeJob, machine: Machine) -> PredictedStepCost:
+    """Seconds of a step of a job, split as it says, predicted from the machine's rates."""
+    split = job.parallel
+    return _predicted(job, machine, split.tp, split.pp, split.dp, split.ep)
+
+
 def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], PredictedStepCost]:
     """(tp, pp) -> seconds of a step on that many devices, predicted from the machine's rates.
 
@@ -138,22 +146,25 @@ def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], Predi
         job: the model, its precision, and the engine that runs it.
         machine: what the devices are; an instance stays on links between devices if it can.
     """
+    return functools.cache(lambda tp, pp: _predicted(job, machine, tp, pp))
+
+
+def _predicted(
+    job: ServeJob, machine: Machine, tp: int, pp: int, dp: int = 1, ep: int = 1
+) -> PredictedStepCost:
     shape, precision = resolve(job.model), precision_of(job)
-
-    @functools.cache
-    def cost(tp: int, pp: int) -> PredictedStepCost:
-        return predicted_step_cost(
-            machine,
-            shape,
-            precision,
-            job.threads,
-            engine=job.engine,
-            tp=tp,
-            pp=pp,
-            # Ranks of a CPU share it; devices of their own are those of the machine.
-            ranks=tp * pp * job.replicas,
-            weights=job.weights,
-            head_bytes=head_bytes(job, shape, precision),
-        )
-
-    return cost
+    return predicted_step_cost(
+        machine,
+        shape,
+        precision,
+        job.threads,
+        engine=job.engine,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        ep=ep,
+        # Ranks of a CPU share it; devices of their own are those of the machine.
+        ranks=tp * pp * job.replicas,
+        weights=job.weights,
+        head_bytes=head_bytes(job, shape, precision),
+    )

@@ -14,13 +14,12 @@ from functools import cached_property
 from shoal.core.errors import require
 from shoal.core.parts import Choice, table
 from shoal.cost.arithmetic import block_parameters, embedding_parameters
+from shoal.cost.kernels.serving_engines import ENGINES
 from shoal.cost.step_cost.predicted import PredictedStepCost, predicted_step_cost
-from shoal.cost.step_cost.roofline import BYTES, CHUNK_S, STEP_S, cache_bytes_per_token
+from shoal.cost.step_cost.roofline import BYTES, cache_bytes_per_token
 from shoal.ir import Machine, ModelShape
 from shoal.plan.serving.heterogeneous import DraftOption
 from shoal.plan.trees.drafting import RowCosts
-
-__all__ = ["SmallDevice", "layers_share", "tree_room"]
 
 # Tokens before the rows of a typical step, as of the host's predicted steps.
 _BEFORE = 256
@@ -28,12 +27,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def tree_room(depth: int, breadth: int) -> int:
-    """Places that trees take behind the last token, twice with what is drafted ahead.
-
-    Args:
-        depth: levels of a tree.
-        breadth: nodes that each level goes on from.
-    """
+    """Places that trees take behind the last token, twice with what is drafted ahead."""
     return 2 * (breadth + 1) * (depth + 2)
 
 
@@ -89,11 +83,6 @@ class SmallDevice:
     def option(self, name: str, layers: int, right: tuple[tuple[float, ...], ...]) -> DraftOption:
         """A drafter with predicted times.
 
-        Args:
-            name: distinguishes it from others.
-            layers: M.
-            right: its calibration.
-
         Raises:
             MachineError: the machine lacks a rate that is needed.
         """
@@ -120,4 +109,5 @@ class SmallDevice:
     def _pass_s(self, cost: PredictedStepCost, rows: int) -> float:
         """A step without what an engine does for it on its host."""
         before = min(_BEFORE, self.places)
-        return cost.seconds([(before, 1)] * rows) - STEP_S - CHUNK_S * rows
+        engine = ENGINES["shoal"]
+        return cost.seconds([(before, 1)] * rows) - engine.step_s - engine.sequence_s * rows

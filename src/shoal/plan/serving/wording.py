@@ -1,32 +1,32 @@
-"""Words of a serving plan: what binds it, what would fit, what a reader should know."""
+"""Sentences about a serving plan: its bottleneck, what would fit, and notes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.core.sizes import human_bytes
 from shoal.cost.configs import notes as notes_of
-from shoal.cost.gpu.spec import latent_of
+from shoal.cost.kernels.own import own_table
+from shoal.cost.latent import latent_of
 from shoal.cost.serving.simulator import Simulation
-from shoal.cost.step_cost.roofline import BYTES
+from shoal.cost.step_cost.roofline import BYTES, FILL
 from shoal.ir import Arrival, Estimate, Machine, ModelShape, ServeJob
 from shoal.plan.serving.choices import splits
 from shoal.plan.serving.decode_measured import decoding_notes
-from shoal.plan.serving.memory import FILL, free_tokens, memory_of
-
-__all__ = ["SHORTEST", "job_notes", "misfit", "reason", "remedies", "seen_notes"]
+from shoal.plan.serving.memory import free_tokens, memory_of
 
 SHORTEST = 512
 """Positions below which it is not worth serving a model that has more."""
 
-# Beyond this share of the time in steps the server is never idle.
+# Beyond this share of the time of all steps the server is never idle.
 BUSY = 0.95
 
 
 _BOUND = {
     "compute": "arithmetic",
     "memory": "reading weights and cache",
-    "overhead": "launching operators and work on the host",
-    "communication": "what the ranks send each other",
+    "overhead": "kernel launches and work on the host",
+    "communication": "communication between ranks",
 }
 
 
@@ -41,23 +41,23 @@ def reason(
     """What binds, in a sentence."""
     served = seen.quantities()
     busy = seen.busy_s / served["total_s"]
-    room = f"{sum(memory.values()) / 1e9:.1f} of {most / 1e9:.1f} GB are filled"
+    room = f"{human_bytes(sum(memory.values()))} of {human_bytes(most)} used"
     bound = (
-        f"{_BOUND[estimate.bound]} binds a decode step of {estimate.tokens:.0f} requests, "
-        f"{1e3 * estimate.step_s.value:.3g} ms"
+        f"bottleneck of a decode step of {estimate.tokens:.0f} requests "
+        f"({1e3 * estimate.step_s.value:.3g} ms): {_BOUND[estimate.bound]}"
     )
     backlog = _backlog(seen, arrivals)
     if arrivals[-1].at <= arrivals[0].at:
-        first = "all requests come at once, and the server is busy to the end"
+        first = "all requests arrive at once, and the server is busy until the end"
     elif backlog > max(8, 0.05 * len(arrivals)):
         first = (
-            f"overloaded: when the last of {len(arrivals)} requests comes, {backlog} wait for "
-            "their first token; the longer it goes on, the longer they wait"
+            f"overloaded: when the last of {len(arrivals)} requests arrives, {backlog} wait for "
+            f"their first token; the queue grows with time"
         )
     elif busy < BUSY:
-        first = f"arrivals bind it: the server is idle {100 * (1 - busy):.0f} % of the time"
+        first = f"limited by arrivals: the server is idle {100 * (1 - busy):.0f} % of the time"
     else:
-        first = "it keeps up with the arrivals and is hardly ever idle"
+        first = "the server keeps up with the arrivals and is rarely idle"
     return f"{first}; {bound}; {room}"
 
 
@@ -87,8 +87,7 @@ def misfit(memory: dict[str, float], most: float) -> str:
     """What a rank would fill, and what it may."""
     parts = ", ".join(f"{cause} {size / 1e9:.2f}" for cause, size in memory.items())
     return (
-        f"does not fit: {sum(memory.values()) / 1e9:.2f} GB ({parts}) of {most / 1e9:.2f} GB that "
-        "may be filled"
+        f"does not fit: {human_bytes(sum(memory.values()))} ({parts}) of {human_bytes(most)} usable"
     )
 
 
@@ -121,8 +120,8 @@ def remedies(
     needed = sum(memory_of(job, shape, machine, precision, longest)[0].values())
     have = machine.device.main_memory.capacity_bytes
     remedies.append(
-        f"as it is, it needs a device with {needed / FILL[machine.device.kind] / 1e9:.1f} GB for "
-        f"requests of {longest} tokens; one of {machine.name} has {have / 1e9:.1f} GB"
+        f"unchanged, it needs a device with {human_bytes(needed / FILL[machine.device.kind])} for "
+        f"requests of {longest} tokens; one of {machine.name} has {human_bytes(have)}"
     )
     return tuple(remedies)
 
@@ -139,10 +138,14 @@ def job_notes(job: ServeJob, machine: Machine, shape: ModelShape) -> tuple[str, 
         )
     if job.disagg is not None:
         results.append(
-            "disagg: figures are those of one engine that computes both phases; --slo prices "
+            "disagg: the numbers are for one engine that computes both phases; --slo prices "
             "instances by phase"
         )
     if shape.attention not in ("MHA", "GQA", "MQA") and latent_of(shape) is None:
         results.append(f"{shape.attention} attention is counted as grouped-query attention")
     results += notes_of(shape)
+    if machine.device.kind != "cpu":
+        own, wrong = own_table(machine.device.name)
+        results += [f"kernels of {own.device}: your own table, {own.source}"] if own else []
+        results += [wrong] if wrong else []
     return (*results, *decoding_notes(job, machine))

@@ -15,6 +15,6 @@ PLANNERS = PartTable(
         "galvatron": "shoal.plan.strategy.galvatron:Galvatron",
         "megatron": "shoal.plan.strategy.megatron:MegatronPlanner",
     },
-    about="How plans are found. Chosen by `shoal plan train --planner`.",
+    about="How plans are searched. Chosen by `shoal plan train --planner`.",
     protocol="shoal.plan.strategy.protocols:Planner",
 )

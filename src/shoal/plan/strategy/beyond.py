@@ -8,17 +8,22 @@ are.
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.parts import Choice, options_of, table
 from shoal.core.traits import traits
+from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.memory import RUNTIME_BYTES
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
 from shoal.plan.composition import check_composition
 from shoal.plan.strategy.judge import (
+    EQUAL,
     Judged,
     beyond_room,
     excess,
@@ -26,9 +31,8 @@ from shoal.plan.strategy.judge import (
     rank,
     tier_room,
 )
+from shoal.plan.strategy.objective import check_objective, worth
 from shoal.plan.strategy.space import candidates, most_ranks
-
-__all__ = ["NONE", "PartCandidate", "all_ways", "every_way", "names_of", "refusal", "ways"]
 
 NONE = "none"
 """The way of a job as it is."""
@@ -42,7 +46,7 @@ class PartCandidate:
 
     Args:
         name: of a part of kind ``offload`` or ``activation``, or :data:`NONE`.
-        plans: plans that fit, or where none does the one that misses by least.
+        plans: the best that fit, or where none does the one that misses by least.
         best: the best of them; None if none is legal.
         fits: it does.
         refused: why none is legal.
@@ -91,12 +95,18 @@ def names_of(asked: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def ways(
-    job: TrainJob, shape: ModelShape, machine: Machine, names: Sequence[str], pricer: Pricer
+    job: TrainJob,
+    shape: ModelShape,
+    machine: Machine,
+    names: Sequence[str],
+    pricer: Pricer,
+    keep: int = 1,
 ) -> list[PartCandidate]:
-    """Each of these ways with its plans, in the order of the names.
+    """Each of these ways with its ``keep`` best plans, in the order of the names.
 
     Raises:
-        PlanError: the job states one of its own; or no split is legal whatever the way.
+        PlanError: the job states one of its own; or no parallelism configuration
+            is valid with any offloading option.
     """
     stated = _states(job)
     others = [name for name in names if name != NONE]
@@ -106,32 +116,57 @@ def ways(
             f"planner.search.offload = {', '.join(names)}: the job states {said}; leave one of "
             "the two out"
         )
-    return [_way(job, shape, machine, name, pricer) for name in names]
+    check_objective(job, machine)
+    return [_way(job, shape, machine, name, pricer, keep) for name in names]
 
 
 def _way(
-    job: TrainJob, shape: ModelShape, machine: Machine, name: str, pricer: Pricer
+    job: TrainJob, shape: ModelShape, machine: Machine, name: str, pricer: Pricer, keep: int
 ) -> PartCandidate:
-    results: list[tuple[float, Work]] = []
-    refused = ""
-    for variant in _variants(job, shape, machine, name):
-        for candidate in candidates(variant, machine, shape=shape):
-            if name != NONE and not _tried(candidate, job, machine):
-                continue
-            why = "" if name == NONE else _refused(candidate, variant)
-            if why:
-                refused = refused or why
-                continue
-            concrete = _within(candidate, shape, machine)
-            work = Work.model_construct(shape=shape, job=concrete)
-            results.append((excess(concrete, machine, pricer.memory(work)), work))
-    if not results:
-        return PartCandidate(name=name, refused=refused or "no split is legal")
-    fitting = [work for needed, work in results if needed <= 1.0]
+    """The best plans of a way: in the order of their bounds, until none beats what is kept."""
+    open_jobs = [
+        (worth(candidate, machine, _least_s(candidate, shape, pricer)), candidate, variant)
+        for variant in _variants(job, shape, machine, name)
+        for candidate in candidates(variant, machine, shape=shape)
+        if name == NONE or _tried(candidate, job, machine)
+    ]
+    order = sorted(range(len(open_jobs)), key=lambda index: open_jobs[index][0])
+    refused, nearest = "", None
+    least = (math.inf, math.inf)
+    fitting: list[Judged] = []
+    best: list[float] = []
+    for index in order:
+        bound, candidate, variant = open_jobs[index]
+        if len(best) == keep and bound > EQUAL * best[-1]:
+            break
+        if name != NONE and (why := _refused(candidate, variant)):
+            refused = refused or why
+            continue
+        concrete = _within(candidate, shape, machine)
+        work = Work.model_construct(shape=shape, job=concrete)
+        needed = excess(concrete, machine, pricer.memory(work))
+        if needed <= 1.0:
+            cost = pricer.estimate(work)
+            fitting.append((concrete, cost))
+            bisect.insort(best, worth(concrete, machine, cost.step_s.value))
+            del best[keep:]
+        elif (needed, index) < least:
+            least, nearest = (needed, index), work
+    if fitting:
+        return PartCandidate(
+            name=name, plans=tuple(fitting), best=rank(fitting, machine)[0], fits=True
+        )
+    if nearest is None:
+        return PartCandidate(name=name, refused=refused or "no parallelism configuration is valid")
     # Where none fits, the one that misses by least says enough.
-    nearest = fitting or [min(results, key=lambda item: item[0])[1]]
-    priced = tuple((work.job, pricer.estimate(work)) for work in nearest)
-    return PartCandidate(name=name, plans=priced, best=rank(priced, machine)[0], fits=bool(fitting))
+    closest = nearest.job, pricer.estimate(nearest)
+    return PartCandidate(name=name, plans=(closest,), best=closest)
+
+
+def _least_s(job: TrainJob, shape: ModelShape, pricer: Pricer) -> float:
+    """Seconds that a step takes at least; what leaves the device only adds to them."""
+    work = Work.model_construct(shape=shape, job=job)
+    return pricer.least_s(work, microbatch_of(job), job.recompute)
 
 
 def _tried(candidate: TrainJob, job: TrainJob, machine: Machine) -> bool:
@@ -236,11 +271,19 @@ def refusal(job: TrainJob, machine: Machine, found: Sequence[PartCandidate]) -> 
     )
 
 
+# What was asked last, and its answer.
+_LAST: dict[str, Any] = {}
+
+
 def all_ways(job: TrainJob, shape: ModelShape, machine: Machine) -> list[PartCandidate]:
     """Every way, those that fit before the others, fastest first; none if the job states one."""
     if _states(job):
         return []
-    result = ways(job, shape, machine, every_way(), Pricer(machine))
+    asked = job.model_dump_json(exclude_unset=True), shape, machine.model_dump_json()
+    # A plan that does not fit names them, and `--fit` shows them beside it.
+    if _LAST.get("asked") != asked:
+        _LAST.update(asked=asked, ways=ways(job, shape, machine, every_way(), Pricer(machine)))
+    result: list[PartCandidate] = _LAST["ways"]
 
     def order(way: PartCandidate) -> tuple[bool, bool, float]:
         seconds = way.best[1].step_s.value if way.best is not None else 0.0

@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, TrainJob, Work
+from shoal.plan.emit.expressed import refuses
 from shoal.plan.experts.moe_auto import ChunkChooser
 from shoal.plan.strategy.judge import EQUAL, Judged, beyond_room, excess, missed, usable_bytes
 from shoal.plan.strategy.objective import check_objective, worth
-from shoal.plan.strategy.space import PlanFamily, families
-
-__all__ = ["BoundedResult", "best_of"]
+from shoal.plan.strategy.space import PlanFamily, cannot_run, families
 
 
 class BoundedResult(NamedTuple):
@@ -71,7 +70,8 @@ def best_of(
         syncs: parts of kind ``sync`` that are searched beside the job's own.
 
     Raises:
-        PlanError: the stated split is not legal, or the machine lacks what the objective needs.
+        PlanError: the stated split is not legal, the machine lacks what the objective needs, or the
+            job's engine can run no plan.
     """
     space = list(families(job, machine, shape, syncs))
     if space:
@@ -80,6 +80,7 @@ def best_of(
     number = len(heap)
     heapq.heapify(heap)
     chooser = ChunkChooser(shape, machine)
+    refused: tuple[str, ...] = ()
     results: list[tuple[tuple[int, ...], Judged]] = []
     best: list[tuple[int, float]] = []
     while heap:
@@ -87,10 +88,15 @@ def best_of(
         if len(best) == keep and (one.missed, one.bound) > (best[-1][0], EQUAL * best[-1][1]):
             break
         candidate = chooser.planned(one.family.member(*one.choice))
+        if refused := refuses(candidate, shape, machine):
+            number -= 1
+            continue
         cost = pricer.estimate(Work.model_construct(shape=shape, job=candidate))
         results.append((one.order, (candidate, cost)))
         bisect.insort(best, (one.missed, worth(candidate, machine, cost.step_s.value)))
         del best[keep:]
+    if refused and not results:
+        raise cannot_run(job, refused)
     results.sort(key=lambda item: item[0])
     return BoundedResult([item for _, item in results], number)
 

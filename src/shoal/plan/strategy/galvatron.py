@@ -4,8 +4,10 @@ For every number of stages and every micro-batch, a dynamic programme gives each
 of data, tensor and context parallelism, its sharding and whether it is recomputed, and layers
 move between stages until they balance. Changes between layers cost what has to travel.
 
-The runtime runs layers that differ in recomputation, and stages of any length. A plan whose
-layers differ in degrees or sharding says that it is planned only; ``runnable`` leaves it out.
+The runtime runs stages of any length and layers that differ in recomputation, in dp, tp and
+sharding; embedding and output layer have degrees of their own. A plan whose layers differ in cp,
+or differ at all where the model has experts, says that it is planned only; ``runnable`` leaves it
+out, and also chooses how the ends of the model run.
 
 Source: Miao et al., Galvatron: Efficient Transformer Training over Multiple GPUs Using Automatic
 Parallelism, 2023; Wang et al., Improving Automatic Parallel Training via Balanced Memory
@@ -35,19 +37,19 @@ from shoal.cost.training.layers import ModelLayer, Strategy, layers_of
 from shoal.cost.training.layerwise import LayerPricer
 from shoal.ir import LayerGroup, Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
 from shoal.plan.composition import excluded_by, work_traits
+from shoal.plan.defaults import settled_training
 from shoal.plan.experts.moe_auto import ChunkChooser
-from shoal.plan.strategy.judge import FILL, describe, to_plan
+from shoal.plan.layered import layers_alike
+from shoal.plan.strategy.judge import FILL, describe, fits, to_plan
 from shoal.plan.strategy.layer_search import StageSearch, StageSolution
 from shoal.plan.strategy.search import SearchPlanner
 from shoal.plan.strategy.space import candidates, composes, divisors, most_ranks, worlds
-
-__all__ = ["Galvatron", "Option", "group_words", "to_job"]
 
 # Micro-batches whose least possible time is so much above the best are not searched.
 _HOPELESS = 1.3
 # So many of the best numbers of stages and micro-batches are searched for better stages.
 _IMPROVED = 6
-_PLANNED_ONLY = "planned only: this version does not run layers that differ in degrees or sharding"
+_PLANNED_ONLY = "planned only: this version cannot run these layers with their own degrees: "
 
 
 class Option(NamedTuple):
@@ -56,7 +58,6 @@ class Option(NamedTuple):
     Args:
         solution: what the search gave.
         precision: fp32 or bf16.
-        pp: stages.
         sequences: of a micro-batch, on all ranks of a stage.
         pricer: of its layers.
     """
@@ -74,7 +75,7 @@ class Galvatron:
 
     Args:
         keep: plans handed back, best first.
-        memory_gib: memory of a rank that may be filled; by the machine if not given.
+        memory_gib: memory per rank that may be filled; by the machine if not given.
         units: in how many units a stage's memory is counted, beyond what its layers need at
             least.
         layouts: combinations of degrees that are kept for the layers of a stage: the fastest
@@ -96,14 +97,8 @@ class Galvatron:
         profile: LayerProfile | None = None,
         layers: Sequence[ModelLayer] = (),
     ) -> list[TrainPlan]:
-        """See :class:`~shoal.plan.strategy.protocols.Planner`.
-
-        Args:
-            job: what to plan.
-            machine: what there is.
-            profile: what was measured of the layers.
-            layers: of the model, where they differ in what a shape cannot say.
-        """
+        """See :class:`~shoal.plan.strategy.protocols.Planner`."""
+        job = settled_training(job, machine)
         beyond = _beyond(job)
         if beyond:
             plans = SearchPlanner(keep=self.keep).plan(job, machine)
@@ -143,7 +138,7 @@ class Galvatron:
             world: number of ranks; as many as the machine has room for if not given.
 
         Raises:
-            PlanError: no split is legal.
+            PlanError: no parallelism configuration is valid.
         """
         next(candidates(job, machine, shape=shape), None)  # refuses what is stated wrongly
         results: list[tuple[StageSearch, Option]] = []
@@ -172,7 +167,8 @@ class Galvatron:
                 break
         if not results:
             raise PlanError(
-                f"{job.model} on {machine.name}: no split is legal for global_batch = "
+                f"{job.model} on {machine.name}: no parallelism configuration is valid for "
+                f"global_batch = "
                 f"{job.global_batch}: every dp has to divide it, and tp {shape.num_heads} heads "
                 f"and {shape.num_kv_heads} key/value heads; change global_batch"
             )
@@ -275,7 +271,7 @@ class Galvatron:
         return self._run(search, precision, improve=False)
 
     def _run(self, search: StageSearch, precision: str, *, improve: bool) -> Option:
-        if self.runnable:
+        if self.runnable and search.ends is None:
             return self._runnable(search, precision, improve=improve)
         result = search.run(improve=improve)
         return Option(result, precision, search.pp, search.sequences, search.pricer)
@@ -306,22 +302,23 @@ class Galvatron:
         return {layout for *_, layout in (*fast, *small)}
 
     def _runnable(self, search: StageSearch, precision: str, *, improve: bool) -> Option:
-        """The best of the searches with one layout and one sharding each."""
+        """The best of the searches with one layout and one sharding each, or with ends in one."""
         groups: dict[tuple[tuple[int, int, int], str], list[Strategy]] = {}
         for s in search.strategies:
             groups.setdefault((s.layout, s.shard), []).append(s)
+        searches = [
+            dataclasses.replace(search, strategies=strategies, _memo={})
+            for strategies in groups.values()
+        ]
+        if not layers_alike(search.pricer.job, search.pricer.shape):
+            mixed = [s for s in search.strategies if s.cp == 1]
+            ends = {(s.layout, s.shard): dataclasses.replace(s, recompute=False) for s in mixed}
+            searches += [
+                dataclasses.replace(search, strategies=mixed, ends=one, _memo={})
+                for one in ends.values()
+            ]
         best: StageSolution | None = None
-        for strategies in groups.values():
-            own = StageSearch(
-                search.pricer,
-                search.layers,
-                strategies,
-                search.pp,
-                search.sequences,
-                search.microbatches,
-                search.usable,
-                search.units,
-            )
+        for own in searches:
             result = own.run(improve=improve)
             if best is None or (result.seconds, result.missing_bytes) < (
                 best.seconds,
@@ -351,16 +348,18 @@ class Galvatron:
             pricer = LayerPricer(concrete, machine, shape, profile)
             cost = estimate_layers(work, machine, pricer=pricer, layers=layers)
             priced.append((concrete, cost, option.solution.plan))
-        priced.sort(key=lambda row: row[1].step_s.value)
+        # The search has the ends run as the blocks next to them; priced, they run as the job says.
+        priced.sort(key=lambda row: (not fits(row[0], machine, row[1]), row[1].step_s.value))
         best = priced[0]
         plans = []
         for place, (concrete, cost, plan) in enumerate(priced[: self.keep], 1):
-            first = f"best strategy of every layer, of {len(options)} stages and micro-batches"
+            first = f"best strategy of every layer, among {len(options)} stages and micro-batches"
             item = (concrete, cost)
             why = describe(item, machine, place=place, first=first, best=(best[0], best[1]))
             notes = group_words(plan)
-            if not _runs(plan):
-                notes = (*notes, _PLANNED_ONLY)
+            why_not = layers_alike(concrete, shape) if concrete.layers_apart else ""
+            if why_not:
+                notes = (*notes, _PLANNED_ONLY + why_not)
             plans.append(to_plan(item, shape, machine, planner="galvatron", why=why, notes=notes))
         return plans
 
@@ -394,7 +393,8 @@ class Galvatron:
                 seen.add(option.pp)
                 said.append(
                     f"rejected: pp{option.pp}: does not fit; stage {option.solution.stage} lacks "
-                    f"{option.solution.missing_bytes / 1e9:.1f} GB under its thriftiest strategies"
+                    f"{option.solution.missing_bytes / 1e9:.1f} GB under its most "
+                    f"memory-efficient strategies"
                 )
         return tuple(said[:8])
 
@@ -453,7 +453,8 @@ class Galvatron:
         nearest = failed[0]
         note = (
             f"no layer-wise plan fits: with pp = {nearest.pp} stage {nearest.solution.stage} lacks "
-            f"{nearest.solution.missing_bytes / 1e9:.1f} GB under its thriftiest strategies"
+            f"{nearest.solution.missing_bytes / 1e9:.1f} GB under its most memory-efficient "
+            f"strategies"
         )
         plans = SearchPlanner(keep=self.keep).plan(job, machine)
         changed = {"planner": "galvatron", "fits": False}
@@ -502,14 +503,11 @@ def _slower(option: Option, best: Option) -> str:
     )
 
 
-def _runs(plan: LayerPlan) -> bool:
-    """Layers differ in recomputation alone."""
-    return len({(s.layout, s.shard) for s in plan.strategies}) == 1
-
-
 def group_words(plan: LayerPlan) -> tuple[str, ...]:
     """The strategies of consecutive layers in words, and the stages where there are several."""
     words = []
+    if plan.ends is not None and not plan.uniform:
+        words.append(f"embedding and output layer: {plan.ends}")
     first = 0
     for strategy, same in itertools.groupby(plan.strategies):
         count = len(list(same))
@@ -527,11 +525,12 @@ def to_job(job: TrainJob, plan: LayerPlan, precision: str) -> TrainJob:
 
     Args:
         job: what was asked.
-        plan: what was chosen; the layout that most layers have becomes the job's.
+        plan: what was chosen; the layout of its ends becomes the job's, or that of most layers.
         precision: fp32 or bf16.
     """
-    (dp, tp, cp), _ = Counter(s.layout for s in plan.strategies).most_common(1)[0]
-    shard = Counter(s.shard for s in plan.strategies).most_common(1)[0][0]
+    ends = (plan.ends,) if plan.ends is not None else plan.strategies
+    (dp, tp, cp), _ = Counter(s.layout for s in ends).most_common(1)[0]
+    shard = Counter(s.shard for s in ends).most_common(1)[0][0]
     again = {s.recompute for s in plan.strategies}
     groups = []
     if not plan.uniform:

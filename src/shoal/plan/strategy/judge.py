@@ -7,8 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shoal.core.parts import table
+from shoal.core.sizes import human_bytes
 from shoal.core.traits import traits
+from shoal.cost.calibration import corrected
 from shoal.cost.configs import notes as notes_of
+from shoal.cost.latent import latent_of
 from shoal.cost.price.rates import RankRates, ranks_per_host
 from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.memory import tier_bytes
@@ -17,21 +20,6 @@ from shoal.cost.training.totals import steps_of
 from shoal.ir import Estimate, Machine, ModelShape, TrainJob, TrainPlan, Work
 from shoal.plan.length import with_steps
 from shoal.plan.strategy.objective import check_objective, worth
-
-__all__ = [
-    "EQUAL",
-    "Judged",
-    "beyond_room",
-    "describe",
-    "excess",
-    "filled",
-    "fits",
-    "missed",
-    "rank",
-    "tier_room",
-    "to_plan",
-    "usable_bytes",
-]
 
 # Share of a rank's memory that a plan may fill; the rest is for what is not counted.
 FILL = {"gpu": 0.92, "cpu": 0.85}
@@ -42,6 +30,9 @@ WORSE = {
     "cost": ("dearer", ("cheaper", "cheap")),
     "energy": ("hungrier", ("thriftier", "thrifty")),
 }
+
+# The simplest choices come first.
+_AGAIN = ("none", "full", "stage", "selective")
 
 EQUAL = 1.01
 """Plans whose worths are within this factor are equal: the estimate knows no better."""
@@ -70,14 +61,14 @@ def tier_room(job: TrainJob, machine: Machine) -> dict[str, float]:
 
 
 def beyond_room(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> tuple[str, ...]:
-    """Tiers of which a rank needs more than it may fill."""
+    """Tiers of which a rank needs more than is usable."""
     room = tier_room(job, machine)
     needed = tier_bytes(job, machine, causes)
     return tuple(tier for tier, size in needed.items() if size > room.get(tier, math.inf))
 
 
 def excess(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> float:
-    """What a rank needs of the tier that it fills most, as a multiple of what it may fill."""
+    """Needed over usable memory per rank, of the tier where it is largest."""
     room = tier_room(job, machine)
     needed = tier_bytes(job, machine, causes)
     return max(needed[tier] / room[tier] for tier in needed if tier in room)
@@ -89,29 +80,29 @@ def missed(excess: float) -> int:
 
 
 def fits(job: TrainJob, machine: Machine, cost: Estimate) -> bool:
-    """The predicted memory of a rank is within what it may fill, tier by tier."""
+    """Whether the predicted memory per rank is within the usable memory of every tier."""
     return not beyond_room(job, machine, cost.memory_bytes)
 
 
 def filled(job: TrainJob, machine: Machine, cost: Estimate) -> str:
-    """What a rank fills of each tier, in words."""
+    """Memory of a rank in each tier, in words."""
     room = tier_room(job, machine)
     needed = tier_bytes(job, machine, cost.memory_bytes)
-    notes = [f"a rank fills {needed.pop('device') / 1e9:.1f} of {room['device'] / 1e9:.1f} GB"]
+    notes = [f"{human_bytes(needed.pop('device'))} of {human_bytes(room['device'])} per rank"]
     for tier, size in needed.items():
         notes.append(
-            f"{size / 1e9:.1f} of {room[tier] / 1e9:.1f} GB of the {tier}"
+            f"{human_bytes(size)} of {human_bytes(room[tier])} of the {tier}"
             if tier in room
-            else f"{size / 1e9:.1f} GB of the {tier}, whose size {machine.name} does not say"
+            else f"{human_bytes(size)} of the {tier}, whose size is not stated for {machine.name}"
         )
     return ", ".join(notes)
 
 
 def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Judged) -> str:
-    """Why this plan, in a sentence, and what binds it."""
+    """Why this plan is ranked here, and its bottleneck."""
     job, cost = item
     share = bounds_of(cost.terms_s)[cost.bound] / cost.step_s.value
-    bound = f"{cost.bound} binds it ({100 * share:.0f} % of a step)"
+    bound = f"bottleneck: {cost.bound} ({share:.0%} of a step)"
     memory = filled(job, machine, cost)
     if not fits(job, machine, cost):
         return f"does not fit: {memory}; {bound}"
@@ -123,7 +114,7 @@ def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Ju
     pace = (
         f"as {less[1]} as the first"
         if abs(beyond) < 0.005
-        else f"{100 * abs(beyond):.0f} % {more if beyond > 0 else less[0]} than the first"
+        else f"{abs(beyond):.0%} {more if beyond > 0 else less[0]} than the first"
     )
     return f"{pace}; {bound}; {memory}"
 
@@ -135,7 +126,8 @@ def _complexity(job: TrainJob) -> tuple[int, ...]:
         job.parallel.pp,
         job.parallel.tp,
         len(traits("shard", job.shard)),
-        int(job.recompute == "full"),
+        int(job.base == "divided"),
+        _AGAIN.index(job.recompute),
         -microbatch_of(job),
     )
 
@@ -181,14 +173,19 @@ def to_plan(
     why: str,
     notes: Sequence[str] = (),
 ) -> TrainPlan:
-    """The plan of a judged job, its length in steps and its every field checked."""
+    """The plan of a judged job, its length in steps and its every field checked.
+
+    The machine's correction of times comes in here: it is one for all plans of a job.
+    """
     job, cost = item
+    cost = corrected(cost, machine, job.engine, "step_s", job.model)
     fitting = fits(job, machine, cost)
     given = steps_of(job)
     timed = with_steps(job, cost)
     concrete = TrainJob.model_validate(timed.model_dump(mode="json"))
     if given is None:
         cost = estimate(Work(shape=shape, job=concrete), machine)
+        cost = corrected(cost, machine, job.engine, "step_s", job.model)
     activation = table("activation").build(concrete.activation)
     saved = activation.notes(Work(shape=shape, job=concrete), cost.step_s.value)
     return TrainPlan(
@@ -200,6 +197,7 @@ def to_plan(
         fits=fitting,
         why=why,
         notes=(*notes, *_notes(concrete, shape, machine), *saved),
+        minutes=job.minutes,
     )
 
 
@@ -207,7 +205,7 @@ def _notes(job: TrainJob, shape: ModelShape, machine: Machine) -> tuple[str, ...
     notes: list[str] = []
     if job.offload is not None:
         notes += table("offload").build(job.offload).notes(Work(shape=shape, job=job), machine)
-    if shape.attention not in ("MHA", "GQA", "MQA"):
+    if shape.attention not in ("MHA", "GQA", "MQA") and latent_of(shape) is None:
         notes.append(f"{shape.attention} attention is counted as grouped-query attention")
     notes += notes_of(shape)
     return tuple(notes)

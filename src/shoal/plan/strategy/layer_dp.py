@@ -23,8 +23,6 @@ import numpy.typing as npt
 
 from shoal.core.errors import PlanError, require
 
-__all__ = ["StrategyChain", "cheapest_chain"]
-
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
 

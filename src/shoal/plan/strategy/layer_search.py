@@ -32,8 +32,6 @@ from shoal.cost.training.memory import ALLOCATOR_SLACK, RUNTIME_BYTES
 from shoal.plan.partition import partition
 from shoal.plan.strategy.layer_dp import cheapest_chain
 
-__all__ = ["StageSearch", "StageSolution", "undominated"]
-
 _MIB = 2.0**20
 _MOST_MOVES = 64
 
@@ -90,11 +88,11 @@ class StageSearch:
         pricer: of the layers.
         layers: of the model.
         strategies: that every layer may take.
-        pp: stages.
         sequences: of a micro-batch, on all ranks of a stage.
         microbatches: of a step.
         usable: bytes that a rank may fill.
         units: in how many units memory is counted, beyond the least that each layer needs.
+        ends: how embedding and output layer run; as the blocks next to them, if not given.
     """
 
     pricer: LayerPricer
@@ -105,6 +103,7 @@ class StageSearch:
     microbatches: int
     usable: float
     units: int = 256
+    ends: Strategy | None = None
     _memo: dict[tuple[object, ...], _Solved] = field(default_factory=dict)
 
     def run(self, *, improve: bool = True) -> StageSolution:
@@ -135,7 +134,9 @@ class StageSearch:
             strategies += solved.strategies
             cuts.append(cut)
             first += size
-        plan = LayerPlan(tuple(cuts), tuple(strategies), self.sequences, self.microbatches)
+        plan = LayerPlan(
+            tuple(cuts), tuple(strategies), self.sequences, self.microbatches, self.ends
+        )
         return StageSolution(plan, seconds_of(stages, self.microbatches), tuple(stages))
 
     # Stages ------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class StageSearch:
                 yield sizes
 
     def _cheapest(self, at: int) -> LayerCost:
-        end = {0: "embed", len(self.layers) - 1: "head"}.get(at, "")
+        end = {0: "embed", len(self.layers) - 1: "head"}.get(at, "") if not self.ends else ""
         costs = [
             self.pricer.layer(self.layers[at], s, self.sequences, self.pp, end)
             for s in self.strategies
@@ -210,6 +211,8 @@ class StageSearch:
         room = (self.usable - RUNTIME_BYTES[self.pricer.machine.device.kind]) / (
             1 + ALLOCATOR_SLACK
         )
+        if self.ends is not None:
+            room -= self._enter(seconds, layers, kept, end)
         # Without a limit first: most often everything fits.
         none = np.zeros(seconds.shape, dtype=np.int64)
         free = cheapest_chain(seconds, none, change, 0, group)
@@ -247,6 +250,7 @@ class StageSearch:
 
     def _table(self, layers: list[ModelLayer], end: str) -> list[dict[Strategy, LayerCost]]:
         table = []
+        end = "" if self.ends is not None else end
         for at, layer in enumerate(layers):
             here = "embed" if at == 0 and end in ("embed", "both") else ""
             if at == len(layers) - 1 and end in ("head", "both"):
@@ -277,6 +281,28 @@ class StageSearch:
         group = [layouts.index(s.layout) for s in kept]
         return np.broadcast_to(once, (len(layers) - 1, *once.shape)), group
 
+    def _enter(
+        self,
+        seconds: npt.NDArray[np.float64],
+        layers: list[ModelLayer],
+        kept: list[Strategy],
+        end: str,
+    ) -> float:
+        """Add the changes at both ends of a stage to ``seconds``; bytes of what the ends hold."""
+        assert self.ends is not None
+        hidden = layers[0].shape.hidden
+        for at, s in enumerate(kept):
+            # A change costs the same both ways: the gradient goes back.
+            change = self.pricer.change(self.ends.layout, s.layout, hidden, self.sequences, self.pp)
+            seconds[0, at] += self.microbatches * change
+            seconds[-1, at] += self.microbatches * change
+        own = [
+            self.pricer.end(name, self.ends, self.sequences, self.pp)
+            for name in ("embed", "head")
+            if end in (name, "both")
+        ]
+        return sum(cost.resident_bytes + cost.transient_bytes for cost in own)
+
     def _cost(
         self, layers: list[ModelLayer], strategies: Sequence[Strategy], end: str, held: int
     ) -> StageCost:
@@ -288,6 +314,7 @@ class StageSearch:
             pp=self.pp,
             sequences=self.sequences,
             held=held,
+            ends=self.ends,
         )
 
 

@@ -19,7 +19,6 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from shoal.core.errors import PlanError
 from shoal.core.parts import Choice, part
 from shoal.cost.arithmetic import parameters
 from shoal.cost.shapes import shape_of
@@ -27,11 +26,16 @@ from shoal.cost.training.megatron import bubble, training_days
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
 from shoal.plan.composition import check_composition
+from shoal.plan.defaults import settled_training
 from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
-from shoal.plan.strategy.space import candidates, divisors, legal_parallel, most_ranks
-
-__all__ = ["MegatronPlanner"]
+from shoal.plan.strategy.space import (
+    candidates,
+    divisors,
+    legal_parallel,
+    most_ranks,
+    no_candidates,
+)
 
 
 @part
@@ -50,7 +54,7 @@ class MegatronPlanner:
     keep: Annotated[int, Ge(1), Le(10_000)] = 10
 
     def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
-        """See :class:`~shoal.plan.strategy.protocols.Planner`."""
+        job = settled_training(job, machine)
         shape = shape_of(job)
         check_composition(job)
         pricer = Pricer(machine)
@@ -64,10 +68,7 @@ class MegatronPlanner:
             if any(fits(option, machine, cost) for option, cost in priced):
                 break
         if not tried:
-            raise PlanError(
-                f"{job.model} on {machine.name}: no split is legal for global_batch = "
-                f"{job.global_batch}; change global_batch, or leave parallel open"
-            )
+            raise no_candidates(job, machine, shape)
         ordered = rank(tried, machine)[: self.keep]
         notes: tuple[str, ...] = ()
         if not fits(ordered[0][0], machine, ordered[0][1]):

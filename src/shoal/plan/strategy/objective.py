@@ -9,8 +9,6 @@ from shoal.core.errors import PlanError
 from shoal.cost.training.totals import occupied
 from shoal.ir import Machine, TrainJob
 
-__all__ = ["UNITS", "check_objective", "worth"]
-
 UNITS = {"time": "s", "cost": "USD", "energy": "J"}
 """Objective -> unit of what :func:`worth` gives for a step."""
 

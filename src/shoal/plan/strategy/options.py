@@ -8,8 +8,6 @@ from typing import Any
 from shoal.core.errors import require
 from shoal.core.files import parse_yaml
 
-__all__ = ["split_options"]
-
 _PREFIX = "planner."
 
 

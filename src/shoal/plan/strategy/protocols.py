@@ -6,8 +6,6 @@ from typing import Protocol
 
 from shoal.ir import Machine, TrainJob, TrainPlan
 
-__all__ = ["Planner"]
-
 
 class Planner(Protocol):
     """A part of kind ``planner``."""
@@ -23,4 +21,3 @@ class Planner(Protocol):
             PlanError: no legal split exists.
             ModelError: there is no such model.
         """
-        ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.errors import ShoalError
+from shoal.core.sizes import human_bytes
 from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.memory import tier_bytes
 from shoal.cost.training.step import Pricer
@@ -11,16 +12,15 @@ from shoal.plan.strategy.beyond import NONE, all_ways
 from shoal.plan.strategy.bounded import best_of
 from shoal.plan.strategy.judge import Judged, fits, rank, usable_bytes
 
-__all__ = ["enlarged", "remedies"]
-
 # A link assumed between nodes that a description of one node does not mention.
 ASSUMED_NODE_LINK = Link(scope="node", bandwidth=25e9, latency_s=1e-5)
 ASSUMED_DEVICE_LINK = Link(scope="device", bandwidth=25e9, latency_s=1e-5)
-OPEN = ("microbatch", "recompute", "shard", "precision", "parallel")
+OPEN = ("microbatch", "recompute", "shard", "base", "precision", "parallel")
 WORDS = {
     "microbatch": lambda job: f"microbatch: {job.microbatch}",
     "recompute": lambda job: f"recompute: {job.recompute}",
     "shard": lambda job: f"shard: {job.shard}",
+    "base": lambda job: f"base: {job.base}",
     "precision": lambda job: f"precision: {job.precision}",
     "parallel": lambda job: (
         f"parallel: dp={job.parallel.dp} tp={job.parallel.tp} pp={job.parallel.pp}"
@@ -41,9 +41,9 @@ def remedies(
     largest = max(cost.memory_bytes, key=lambda cause: cost.memory_bytes[cause])
     need = tier_bytes(nearest[0], machine, cost.memory_bytes)["device"]
     remedies = [
-        f"it does not fit: a rank needs {need / 1e9:.1f} GB and may fill "
-        f"{room / 1e9:.1f} GB; the largest part is {largest} with "
-        f"{cost.memory_bytes[largest] / 1e9:.1f} GB"
+        f"it does not fit: a rank needs {human_bytes(need)} and may fill "
+        f"{human_bytes(room)}; the largest part is {largest} with "
+        f"{human_bytes(cost.memory_bytes[largest])}"
     ]
     for would in (
         _opened(job, shape, machine),
@@ -54,7 +54,7 @@ def remedies(
         if would:
             remedies.append(f"this would: {would}")
     if len(remedies) == 1:
-        remedies.append("nothing that was tried would fit; choose a smaller model")
+        remedies.append("no option that was tried would fit; choose a smaller model")
     return tuple(remedies)
 
 
@@ -150,7 +150,8 @@ def _more_devices(job: TrainJob, shape: ModelShape, machine: Machine) -> str:
             continue
         item = _best_fast(opened, shape, larger)
         if item is not None:
-            how = _changes(opened, item[0], ("parallel", "shard", "recompute", "microbatch"))
+            names = ("parallel", "shard", "base", "recompute", "microbatch")
+            how = _changes(opened, item[0], names)
             return f"{larger.num_devices} devices of this kind ({how})"
     return ""
 
@@ -173,9 +174,13 @@ def _best_fast(job: TrainJob, shape: ModelShape, machine: Machine) -> Judged | N
 
 def _smaller(job: TrainJob, shape: ModelShape, machine: Machine) -> str:
     seq_len = job.seq_len
+    stated = job.model_fields_set & {"microbatch", "recompute"}
     while seq_len >= 256:
         seq_len //= 2
         shorter = job.model_copy(update={"seq_len": seq_len})
+        # Where nothing fits with the least memory, the fastest plan need not be looked for.
+        if not stated and _best_fast(shorter, shape, machine) is None:
+            continue
         item = _best(shorter, shape, machine)
         if item is not None:
             return f"seq_len: {seq_len}, microbatch: {microbatch_of(item[0])}"

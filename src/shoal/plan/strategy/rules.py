@@ -18,18 +18,16 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from shoal.core.errors import PlanError
 from shoal.core.parts import part
 from shoal.core.traits import traits
 from shoal.cost.shapes import shape_of
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
 from shoal.plan.composition import check_composition
+from shoal.plan.defaults import settled_training
 from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
-from shoal.plan.strategy.space import candidates, legal_parallel, most_ranks
-
-__all__ = ["RulesPlanner"]
+from shoal.plan.strategy.space import candidates, legal_parallel, most_ranks, no_candidates
 
 
 @part
@@ -45,7 +43,7 @@ class RulesPlanner:
     bubble: Annotated[float, Gt(0), Le(1)] = 0.15
 
     def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
-        """See :class:`~shoal.plan.strategy.protocols.Planner`."""
+        job = settled_training(job, machine)
         shape = shape_of(job)
         check_composition(job)
         pricer = Pricer(machine)
@@ -58,10 +56,7 @@ class RulesPlanner:
             if chosen is not None:
                 break
         if not tried:
-            raise PlanError(
-                f"{job.model} on {machine.name}: no split is legal for global_batch = "
-                f"{job.global_batch}; change global_batch, or leave parallel open"
-            )
+            raise no_candidates(job, machine, shape)
         rest = rank([item for item in tried if item is not chosen], machine)
         notes: tuple[str, ...] = ()
         if chosen is None:
@@ -112,7 +107,7 @@ class RulesPlanner:
                 # Gathered weights and small products cost more than a second forward pass.
                 "shards_weights" in traits("shard", x.shard),
                 (x.microbatch or 1) < min(4, x.global_batch // x.parallel.dp),
-                x.recompute == "full",
+                x.recompute != "none",
                 len(traits("shard", x.shard)),
                 -(x.microbatch or 1),
             )

@@ -12,12 +12,12 @@ from shoal.cost.shapes import shape_of
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, TrainJob, TrainPlan
 from shoal.plan.composition import check_composition
+from shoal.plan.defaults import settled_training
 from shoal.plan.strategy.beyond import NONE, names_of, refusal, ways
 from shoal.plan.strategy.bounded import BoundedResult, best_of
-from shoal.plan.strategy.judge import describe, fits, rank, to_plan
+from shoal.plan.strategy.judge import EQUAL, describe, fits, rank, to_plan
+from shoal.plan.strategy.objective import worth
 from shoal.plan.strategy.remedy import remedies
-
-__all__ = ["SearchPlanner"]
 
 BEST = {"time": "fastest", "cost": "cheapest", "energy": "thriftiest"}
 
@@ -45,7 +45,7 @@ class SearchPlanner:
         self._syncs()
 
     def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
-        """See :class:`~shoal.plan.strategy.protocols.Planner`."""
+        job = settled_training(job, machine)
         shape = shape_of(job)
         check_composition(job)
         result = self._ranked(job, shape, machine)
@@ -60,6 +60,14 @@ class SearchPlanner:
         notes: tuple[str, ...] = ()
         if not fits(ordered[0][0], machine, ordered[0][1]):
             notes = remedies(job, shape, machine, ordered[0])
+        worths = [
+            worth(one, machine, cost.step_s.value)
+            for one, cost in ordered
+            if not notes and fits(one, machine, cost)
+        ]
+        first = BEST[job.objective]
+        if worths and worths[0] > min(worths):
+            first = f"simplest within {EQUAL - 1:.0%} of the {first}"
         return [
             to_plan(
                 item,
@@ -70,7 +78,7 @@ class SearchPlanner:
                     item,
                     machine,
                     place=place,
-                    first=f"{BEST[job.objective]} of {result.number} plans priced",
+                    first=f"{first} of {result.number} plans priced",
                     best=ordered[0],
                 ),
                 notes=notes,
@@ -116,7 +124,7 @@ class SearchPlanner:
                 error=PlanError,
             )
             return best_of(job, shape, machine, self.keep, pricer, syncs=syncs)
-        tried = ways(job, shape, machine, names_of(self.offload), pricer)
+        tried = ways(job, shape, machine, names_of(self.offload), pricer, self.keep)
         results = [item for way in tried if way.fits for item in way.plans]
         if not results:
             raise refusal(job, machine, tried)

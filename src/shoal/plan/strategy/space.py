@@ -8,29 +8,20 @@ are open otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
+from shoal.cost.gpu.engines import overlaps_experts
 from shoal.cost.price.experts import dispatches
 from shoal.cost.price.rates import ranks_per_host
 from shoal.cost.shapes import shape_of
-from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
+from shoal.ir import Machine, ModelShape, Parallel, Recomputation, TrainJob, Work
 from shoal.plan.composition import clash, split_traits, work_traits
+from shoal.plan.emit.expressed import refuses
 from shoal.plan.experts.moe_auto import ChunkChooser
-
-__all__ = [
-    "PlanFamily",
-    "candidates",
-    "composes",
-    "divisors",
-    "families",
-    "legal_parallel",
-    "most_ranks",
-    "sharding_choices",
-    "splits",
-]
 
 # Sequences of so many tokens and more are worth being shared by ranks.
 _LONG = 8192
@@ -88,9 +79,10 @@ def _folds(way: Parallel, job: TrainJob, shape: ModelShape, machine: Machine) ->
         for etp in sorted({1, way.tp}):
             if inner % (ep * etp) == 0:
                 folded = way.model_copy(update={"ep": ep, "etp": etp})
+                overlaps = ("none", "experts") if overlaps_experts(job, folded) else ("none",)
                 for placer, _ in _offered("placer", job, folded, shape, machine):
-                    for by in dispatches(machine, folded):
-                        update = {"placer": placer, "expert_dispatch": by}
+                    for by, overlap in product(dispatches(machine, folded), overlaps):
+                        update = {"placer": placer, "expert_dispatch": by, "overlap": overlap}
                         yield folded.model_copy(update=update)
 
 
@@ -172,7 +164,7 @@ class PlanFamily(NamedTuple):
 
     job: TrainJob
     sizes: tuple[int, ...]
-    recomputes: tuple[Literal["none", "full", "stage"], ...]
+    recomputes: tuple[Recomputation, ...]
     precisions: tuple[Literal["bf16", "fp32"], ...]
 
     def member(self, microbatch: int, recompute: str, precision: str) -> TrainJob:
@@ -184,18 +176,40 @@ class PlanFamily(NamedTuple):
 def candidates(
     job: TrainJob, machine: Machine, *, shape: ModelShape | None = None
 ) -> Iterator[TrainJob]:
-    """Every concrete job, in no particular order.
+    """Every concrete job that its engine can run, in no particular order.
 
     Raises:
         PlanError: the stated split is not legal.
     """
     shape = shape or shape_of(job)
+    for one in _members(job, machine, shape):
+        if not refuses(one, shape, machine):
+            yield one
+
+
+def _members(job: TrainJob, machine: Machine, shape: ModelShape) -> Iterator[TrainJob]:
     chooser = ChunkChooser(shape, machine)
     for family in families(job, machine, shape):
         for size in family.sizes:
             for recompute in family.recomputes:
                 for precision in family.precisions:
                     yield chooser.planned(family.member(size, recompute, precision))
+
+
+def no_candidates(job: TrainJob, machine: Machine, shape: ModelShape) -> PlanError:
+    """Why a job has none."""
+    for one in _members(job, machine, shape):
+        if refused := refuses(one, shape, machine):
+            return cannot_run(job, refused)
+    return PlanError(
+        f"{job.model} on {machine.name}: no parallelism configuration is valid for global_batch = "
+        f"{job.global_batch}; change global_batch, or leave parallel open"
+    )
+
+
+def cannot_run(job: TrainJob, refused: Sequence[str]) -> PlanError:
+    """The engine of a job has no words for any plan."""
+    return PlanError(f"engine = {job.engine}: it cannot run any of the plans: {'; '.join(refused)}")
 
 
 def families(
@@ -218,14 +232,19 @@ def families(
         _stated(job, shape, machine)
         every = [job.parallel]
     else:
+        require(
+            job.base != "divided" or most_ranks(machine) > 1,
+            "base",
+            job.base,
+            expected=f"own on {machine.name}, which has memory for one rank",
+            error=PlanError,
+        )
         every = [
             split for world in worlds(job, machine) for split in splits(job, shape, machine, world)
         ]
     fixed = job.model_fields_set
     precisions = (job.precision,) if "precision" in fixed else _precisions(machine)
-    recomputes: tuple[Literal["none", "full", "stage"], ...] = ("none", "full")
-    if "recompute" in fixed or clash(work_traits(job), frozenset({"recomputes"})):
-        recomputes = (job.recompute,)
+    recomputes = _recomputes(job, machine)
     for parallel in every:
         share = job.global_batch // parallel.dp
         if job.microbatch is not None and share % job.microbatch:
@@ -238,20 +257,37 @@ def families(
         legal = _going(parallel, share, sizes)
         if not legal:
             continue
+        facts = split_traits(parallel)
         for agreeing in _agreeing(job, parallel, shape, machine, syncs):
             if "parallel" not in fixed and not composes(agreeing, parallel):
                 continue
             for shard in sharding_choices(agreeing, parallel, machine, shape):
-                if not clash(split_traits(parallel), traits("shard", shard)):
+                if not clash(facts, traits("shard", shard)):
                     one = agreeing.model_copy(update={"parallel": parallel, "shard": shard})
                     yield PlanFamily(one, legal, recomputes, precisions)
+
+
+def _recomputes(job: TrainJob, machine: Machine) -> tuple[Recomputation, ...]:
+    """What may be computed again, from least to most.
+
+    Selective calls every operator through Python's hands, which hides behind an accelerator alone.
+    """
+    stated = work_traits(job)
+    if "recompute" in job.model_fields_set or clash(stated, frozenset({"recomputes"})):
+        return (job.recompute,)
+    if machine.device.kind == "cpu" or clash(stated, frozenset({"keeps_products"})):
+        return ("none", "full")
+    return ("none", "selective", "full")
 
 
 def _agreeing(
     job: TrainJob, parallel: Parallel, shape: ModelShape, machine: Machine, syncs: Sequence[str]
 ) -> Iterator[TrainJob]:
-    """The job, and with every other way to agree that is asked for and offers itself."""
+    """The job, with its base whole and divided, and with every way to agree that is asked for."""
     yield job
+    whole = job.finetune is not None and "base" not in job.model_fields_set
+    if whole and parallel.dp > 1 and not clash(work_traits(job), frozenset({"divides_base"})):
+        yield job.model_copy(update={"base": "divided"})
     if syncs and parallel.dp > 1:
         for choice, _ in _offered("sync", job, parallel, shape, machine):
             if choice.name in syncs and choice != job.sync:
@@ -260,6 +296,8 @@ def _agreeing(
 
 def composes(job: TrainJob, parallel: Parallel) -> bool:
     """Whether an open split goes with what the job states."""
+    if job.base == "divided" and parallel.dp == 1:
+        return False
     if clash(split_traits(parallel), work_traits(job)):
         return False
     try:

@@ -19,8 +19,6 @@ from shoal.ir.machine import MAX_BANDWIDTH, MIN_BANDWIDTH
 from shoal.machine.composition import LATENCY_S
 from shoal.machine.described import load
 
-__all__ = ["Cluster", "Clusters", "DeviceLocation", "DevicePath", "InterClusterLink", "Port"]
-
 Nic = Literal["infiniband", "roce", "ethernet"]
 _USUAL_LATENCY = {
     "infiniband": LATENCY_S["IB"],
@@ -45,8 +43,6 @@ class Cluster(Value):
     """Equal nodes behind one kind of network.
 
     Args:
-        name: what people call it.
-        nodes: how many.
         nic: what joins them.
         bandwidth: byte/s of a node in each direction; its devices share it.
         latency_s: one small message; what is usual for ``nic`` if not given.
@@ -116,8 +112,6 @@ class Clusters(Value):
     of different kinds do not understand each other, nor do equal ones that no switch joins.
 
     Args:
-        name: what people call it.
-        device: a described device, such as A100.
         devices_per_node: of every node.
         clusters: at least one, of any sizes.
         common: the network that all nodes have a port to, usually Ethernet.

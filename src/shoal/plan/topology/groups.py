@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from shoal.plan.topology.clusters import Clusters, DevicePath
 
-__all__ = ["DegreeGrid", "Group", "crossing", "groups"]
-
 
 class DegreeGrid(NamedTuple):
     """The degrees of a split of all devices.

@@ -23,8 +23,6 @@ from shoal.plan.partition import block_costs
 from shoal.plan.topology.clusters import Clusters
 from shoal.plan.topology.groups import DegreeGrid, Group, groups
 
-__all__ = ["IterationCosts", "SimulatedStep", "costs_of", "layer_weights", "step_of"]
-
 
 class IterationCosts(NamedTuple):
     """What a job's passes take on a device of the first cluster, and what travels.
@@ -126,7 +124,6 @@ class _Links(NamedTuple):
     bandwidths: tuple[float, ...]
 
     def seconds(self, source: int, target: int, nbytes: float) -> float:
-        """See :class:`~shoal.ir.LinkModel`."""
         if source == target:
             return 0.0
         return self.latency_s + nbytes / self.bandwidths[min(source, target)]

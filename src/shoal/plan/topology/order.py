@@ -36,8 +36,6 @@ from shoal.plan.topology.iteration import (
 from shoal.plan.topology.speed import adaptive, exact
 from shoal.plan.topology.ways import assignments, candidates, improved, searched_whole
 
-__all__ = ["Price", "RankOrder", "brute", "plan_order"]
-
 _BRUTE = 8
 
 
@@ -45,8 +43,6 @@ class RankOrder(NamedTuple):
     """Ranks on devices, and what a step takes.
 
     Args:
-        clusters: what there is.
-        grid: the split.
         devices: by rank, its device.
         step: simulated, with the better cut of the layers.
         rule: blocks of each stage by Holmes's rule.
@@ -110,9 +106,6 @@ class Price:
     """Simulates orders of one job's grid, each once.
 
     Args:
-        job: the model, its sequences and batch.
-        clusters: what there is.
-        grid: the split.
         overlap: of the optimizer's collectives, as for ``step_of``.
         alpha: of Holmes's rule.
     """

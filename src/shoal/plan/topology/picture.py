@@ -10,19 +10,13 @@ from shoal.core.svg import COLOURS
 if TYPE_CHECKING:
     from shoal.plan.topology.order import RankOrder
 
-__all__ = ["picture"]
-
 _BOX, _GAP, _TOP, _LEFT = 30, 4, 40, 150
 # Nodes that are drawn; more look the same.
 _NODES = 24
 
 
 def picture(order: RankOrder) -> str:
-    """An SVG: a row is a node, a box a device with its rank, a colour a stage.
-
-    Args:
-        order: whose ranks are drawn.
-    """
+    """An SVG: a row is a node, a box a device with its rank, a colour a stage."""
     clusters, grid = order.clusters, order.grid
     nodes = sum(cluster.nodes for cluster in clusters.clusters)
     shown = min(nodes, _NODES)
@@ -37,7 +31,7 @@ def picture(order: RankOrder) -> str:
         'font-family="sans-serif" font-size="12" role="img">',
         f"<title>{escape(title)}</title>",
         "<style>text{fill:#222}.n{fill:#fff;text-anchor:middle}"
-        "@media (prefers-color-scheme: dark){text{fill:#eee}}</style>",
+        "@media (prefers-color-scheme: dark){svg{background:#0f1219}text{fill:#eee}}</style>",
         f'<text x="4" y="20">{escape(title)}</text>',
     ]
     nics = [cluster.nic for cluster in clusters.clusters for _ in range(cluster.nodes)]

@@ -11,8 +11,6 @@ from fractions import Fraction
 
 from shoal.core.errors import PlanError, require
 
-__all__ = ["adaptive", "exact", "slowest"]
-
 
 def _check(speeds: Sequence[float], layers: int) -> None:
     require(
@@ -83,10 +81,6 @@ def exact(speeds: Sequence[float], costs: Sequence[float]) -> tuple[int, ...]:
 
     By dynamic programming over stages and layers, in exact arithmetic; of equal cuts the one whose
     first stages have more layers.
-
-    Args:
-        speeds: of each stage.
-        costs: of each layer.
 
     Raises:
         PlanError: more stages than layers, or a speed that is none.

@@ -9,7 +9,8 @@ from pydantic import PositiveInt
 
 from shoal.core.files import to_yaml
 from shoal.core.parts import part
-from shoal.core.tables import Table
+from shoal.core.sizes import human_bytes
+from shoal.core.tables import Table, digits
 from shoal.ir import Explanation, Machine, Progress, TrainJob
 from shoal.machine.described import load
 from shoal.plan.topology.clusters import Clusters
@@ -17,17 +18,15 @@ from shoal.plan.topology.groups import Group
 from shoal.plan.topology.order import RankOrder, plan_order
 from shoal.plan.topology.picture import picture
 
-__all__ = ["TopologyStudy"]
-
 _AXES = ("tp", "dp", "pp")
 
 
 @part
 class TopologyStudy:
-    """Keep the sums of gradients inside clusters, and let pipelines alone cross between them.
+    """Arrange ranks so that gradients are summed inside clusters and only pipelines cross them.
 
     Orders of clusters and degrees are simulated, and layers cut by the speed of each stage's
-    devices. What a training job has to say of it is saved as job.yaml.
+    devices. The settings of a training job are saved as job.yaml.
 
     **Examples**
 
@@ -83,7 +82,7 @@ class TopologyStudy:
         grid = result.grid
         groups = Table(
             title=f"{self.model} on {clusters.name}: pp={grid.pp} dp={grid.dp} tp={grid.tp}, "
-            f"{result.step.seconds:.3g} s a step",
+            f"{digits(result.step.seconds)} s a step",
             columns=("groups", "members", "network", "GB/s", "clusters"),
             rows=tuple(_row(result, axis, one) for axis in _AXES for one in _first(result, axis)),
             right="   rr",
@@ -97,7 +96,7 @@ class TopologyStudy:
         if result.reason:
             blocks.append(f"{result.crossing} dp groups cross: {result.reason}")
         if not result.fits:
-            blocks.append(f"does not fit: about {result.memory_bytes / 1e9:.3g} GB a rank")
+            blocks.append(f"does not fit: about {human_bytes(result.memory_bytes)} a rank")
         written = {"microbatch": self.microbatch, "parallel": split}
         return Explanation(
             blocks=(groups, *blocks),
@@ -113,7 +112,7 @@ def _row(order: RankOrder, axis: str, group: Group) -> tuple[str, ...]:
         f"{axis} of stage {group.ranks[0] // order.grid.per_stage}" if axis != "pp" else axis,
         members + (f" and {len(group.ranks) - 4} more" if len(group.ranks) > 4 else ""),
         group.nic,
-        f"{group.bandwidth / 1e9:.3g}" if len(group.ranks) > 1 else "-",
+        digits(group.bandwidth / 1e9) if len(group.ranks) > 1 else "-",
         str(group.clusters),
     )
 

@@ -13,8 +13,6 @@ from itertools import combinations, permutations, product
 from shoal.plan.topology.clusters import Clusters
 from shoal.plan.topology.groups import DegreeGrid
 
-__all__ = ["assignments", "candidates", "improved", "interleaved", "searched_whole"]
-
 # Orders of stages, or of clusters, that are all tried.
 _ALL = 120
 # Where there are more, exchanges of two of so many stages, so often.

@@ -19,8 +19,7 @@ TREES = PartTable(
         "paths": "shoal.plan.trees.paths:PathTree",
     },
     about=(
-        "Which guesses are verified together. Chosen by `tree` of a part of kind "
-        "[speculative](#speculative)."
+        "Shape of the draft tree. Chosen by `tree` of a part of kind [speculative](#speculative)."
     ),
     protocol="shoal.ir.decoding:TreePart",
 )

@@ -11,8 +11,6 @@ from shoal.core.parts import part
 from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.common import tree_of
 
-__all__ = ["AutoTree"]
-
 
 @part
 class AutoTree:
@@ -32,7 +30,6 @@ class AutoTree:
     nodes: Annotated[int, Ge(1), Le(MAX_NODES)] = MAX_NODES
 
     def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
-        """See :class:`~shoal.ir.decoding.TreePart`."""
         right = calibration.right
         # By falling value; of equal ones the shorter path, then the better guess.
         ready: list[tuple[float, tuple[int, ...]]] = [(-right[0][0], (0,))]
@@ -48,4 +45,5 @@ class AutoTree:
                 heapq.heappush(ready, (above * right[level][rank + 1], (*path[:-1], rank + 1)))
             if level + 1 < len(right):
                 heapq.heappush(ready, (value * right[level + 1][0], (*path, 0)))
-        return tree_of("tree.auto", paths, calibration)
+        # Of guesses that were never right the best one is left: a tree that is never worth its row.
+        return tree_of("tree.auto", paths or [(0,)], calibration)

@@ -9,8 +9,6 @@ from shoal.core.parts import part
 from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.common import tree_of
 
-__all__ = ["Cartesian"]
-
 
 @part
 class Cartesian:
@@ -36,7 +34,6 @@ class Cartesian:
                 expected=f"a tree of at most {MAX_NODES} nodes; this one has {nodes}")  # fmt: skip
 
     def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
-        """See :class:`~shoal.ir.decoding.TreePart`."""
         paths = [
             path
             for depth in range(1, len(self.widths) + 1)

@@ -10,8 +10,6 @@ from shoal.core.parts import part
 from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.common import tree_of
 
-__all__ = ["ChainTree"]
-
 
 @part
 class ChainTree:
@@ -26,6 +24,5 @@ class ChainTree:
     depth: Annotated[int, Ge(0), Le(MAX_NODES)] = 0
 
     def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
-        """See :class:`~shoal.ir.decoding.TreePart`."""
         depth = min(self.depth or calibration.levels, most)
         return tree_of("tree.chain", [(0,) * (n + 1) for n in range(depth)], calibration)

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from shoal.core.errors import ConfigError
 from shoal.ir import DrafterCalibration, TreeSpec
 
-__all__ = ["tree_of"]
-
 
 def tree_of(
     where: str, paths: Iterable[Sequence[int]], calibration: DrafterCalibration

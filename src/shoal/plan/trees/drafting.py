@@ -24,8 +24,6 @@ from shoal.core.errors import ConfigError, require
 from shoal.core.files import write_json
 from shoal.ir import MAX_NODES, StepCost, VerificationCost
 
-__all__ = ["FixedDrafting", "PredictedRows", "ProfitableDrafting", "RowCosts"]
-
 # Weight of the newest step in what is known of acceptance; some fifty steps count.
 _NEWEST = 0.02
 
@@ -46,7 +44,6 @@ class RowCosts:
     """Seconds of a step by its rows, measured at some numbers of them and straight between.
 
     Args:
-        rows: rising.
         seconds: of a step of each of these.
         draft_s: s of the guesses of a step, however many requests guess.
         draft_request_s: s of each request more.
@@ -107,7 +104,6 @@ class RowCosts:
         write_json(path, table)
 
     def seconds(self, rows: int) -> float:
-        """See :class:`~shoal.ir.decoding.VerificationCost`."""
         at = min(max(1, bisect_left(self.rows, rows)), len(self.rows) - 1)
         if not at:
             return self.seconds_of[0]
@@ -116,7 +112,6 @@ class RowCosts:
         return max(min(a, b) / 2, a + (b - a) * (rows - low) / (high - low))
 
     def drafting_s(self, requests: int, nodes: int = MAX_NODES) -> float:
-        """See :class:`~shoal.ir.decoding.VerificationCost`."""
         whole = self.draft_s + self.draft_request_s * requests
         # Between two numbers of nodes, of which nothing is known, as much as for more of them.
         less = next((saved for count, saved in self.draft_less if nodes <= count), 0.0)
@@ -138,11 +133,9 @@ class PredictedRows:
     guess_s: float
 
     def seconds(self, rows: int) -> float:
-        """See :class:`~shoal.ir.decoding.VerificationCost`."""
         return self.cost.seconds([(self.context, 1)] * rows)
 
     def drafting_s(self, requests: int, nodes: int) -> float:
-        """See :class:`~shoal.ir.decoding.VerificationCost`."""
         return self.guess_s
 
 
@@ -157,7 +150,6 @@ class FixedDrafting:
         self.count = count
 
     def nodes(self, requests: int) -> int:
-        """See :class:`~shoal.ir.decoding.Drafting`."""
         return self.count
 
     def observe(self, guessed: Sequence[int], accepted: Sequence[int]) -> None:
@@ -229,7 +221,6 @@ class ProfitableDrafting:
         return nodes if self.rate(nodes, requests) > _GAIN * self.rate(0, requests) else 0
 
     def nodes(self, requests: int) -> int:
-        """See :class:`~shoal.ir.decoding.Drafting`."""
         now = (self.worth, self.share, self._dearer(requests))
         known = self._known.get(requests)
         if known is None or max(abs(a - b) for a, b in zip(now, known, strict=True)) > 0.02:
@@ -263,7 +254,6 @@ class ProfitableDrafting:
         return self._hopeless[requests]
 
     def observe(self, guessed: Sequence[int], accepted: Sequence[int]) -> None:
-        """See :class:`~shoal.ir.decoding.Drafting`."""
         trees = [nodes for nodes in guessed if nodes]
         if not trees and self._fresh:
             return  # the drafter had yet to see where these requests are
@@ -274,7 +264,6 @@ class ProfitableDrafting:
             self.worth += _newest(len(trees)) * (min(2.0, sum(accepted) / hoped) - self.worth)
 
     def took(self, requests: int, asked: int, nodes: int, seconds: float) -> None:
-        """See :class:`~shoal.ir.decoding.Drafting`."""
         predicted = self.cost.seconds(requests + nodes)
         if asked:  # even if nothing was found to guess, it was looked for
             predicted += self.cost.drafting_s(asked, max(1, nodes // asked))

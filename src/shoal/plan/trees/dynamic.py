@@ -23,16 +23,6 @@ import numpy as np
 from shoal.core.errors import PlanError, require
 from shoal.ir import MAX_NODES, DrafterCalibration, TreePart, TreeSpec
 
-__all__ = [
-    "Dynamic",
-    "DynamicTrees",
-    "StateTree",
-    "best_rows",
-    "kept_prompts",
-    "last_of",
-    "stationary",
-]
-
 # What comes later counts so little less that values of states are defined whatever the chain.
 _DISCOUNT = 1 - 1e-6
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 
 from shoal.core.errors import ConfigError, require
 
-__all__ = ["Groups", "draft_step_s", "even_groups", "search", "spans"]
-
 Groups = tuple[int, ...]
 """Layers of each group, from the first layer on; a layer alone is a group of 1."""
 

@@ -10,8 +10,6 @@ from shoal.core.parts import part
 from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.auto import AutoTree
 
-__all__ = ["Hardware"]
-
 
 @part
 class Hardware:
@@ -29,5 +27,4 @@ class Hardware:
     rows: Annotated[int, Ge(2), Le(MAX_NODES + 1)] = MAX_NODES + 1
 
     def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
-        """See :class:`~shoal.ir.decoding.TreePart`."""
         return AutoTree().build(calibration, min(most, self.rows - 1))

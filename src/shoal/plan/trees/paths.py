@@ -7,8 +7,6 @@ from shoal.core.parts import part
 from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.common import tree_of
 
-__all__ = ["PathTree"]
-
 
 @part
 class PathTree:
@@ -29,5 +27,4 @@ class PathTree:
                 expected=f"1 to {MAX_NODES} paths, none of them empty")  # fmt: skip
 
     def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
-        """See :class:`~shoal.ir.decoding.TreePart`."""
         return tree_of("tree.paths", self.paths, calibration).first(most)

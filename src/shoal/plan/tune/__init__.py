@@ -18,7 +18,7 @@ TUNERS = PartTable(
         "exhaustive": "shoal.plan.tune.exhaustive:Exhaustive",
     },
     about=(
-        "In which order configurations are tried, and which not. Chosen by `shoal explain "
+        "Which configurations are tried, and in which order. Chosen by `shoal explain "
         "tune --tuner`."
     ),
     protocol="shoal.plan.tune.protocols:Tuner",

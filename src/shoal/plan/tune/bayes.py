@@ -40,8 +40,6 @@ from shoal.plan.tune.protocols import (
 )
 from shoal.plan.tune.surrogate import Surrogate, fit_surrogate
 
-__all__ = ["Bayes", "penalised"]
-
 # Configurations whose improvement is computed for one choice.
 MOST_CANDIDATES = 5000
 # Variance of a failure's value, in variances of all values: where its need explains it, and else.
@@ -83,7 +81,6 @@ class Bayes:
         elsewhere: Sequence[Trial] = (),
         progress: Progress | None = None,
     ) -> TuningResult:
-        """See :class:`~shoal.plan.tune.protocols.Tuner`."""
         seen = check(space, trials, history)
         rows = space.indices()
         points = space.points(rows)

@@ -11,8 +11,6 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 from shoal.plan.tune.protocols import Objective, Progress, SearchSpace, Trial, TuningResult, check
 
-__all__ = ["Exhaustive"]
-
 
 @part
 class Exhaustive:

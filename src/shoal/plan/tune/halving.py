@@ -28,8 +28,6 @@ from shoal.plan.tune.protocols import (
     order,
 )
 
-__all__ = ["Halving"]
-
 
 @part
 class Halving:

@@ -25,8 +25,6 @@ from shoal.core.errors import PlanError, require
 from shoal.cost.gemm.forest import fit_forest
 from shoal.plan.tune.protocols import SearchSpace, Setting, TuningResult
 
-__all__ = ["Landscape", "Turn", "summary", "transfer_gain"]
-
 Row = tuple[int, ...]
 
 

@@ -10,8 +10,6 @@ from shoal.core.svg import Chart, Series
 from shoal.plan.tune.landscape import Landscape
 from shoal.plan.tune.protocols import Axis, Setting, TuningResult
 
-__all__ = ["LandscapeTable", "page", "tables"]
-
 
 @dataclass(frozen=True)
 class LandscapeTable:
@@ -32,11 +30,6 @@ class LandscapeTable:
 
 def page(study: TuningResult, *, title: str, unit: str) -> str:
     """A study as one HTML page without links to other files.
-
-    Args:
-        study: what was measured.
-        title: heading.
-        unit: of the values.
 
     Raises:
         PlanError: nothing worked.

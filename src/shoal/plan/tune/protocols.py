@@ -14,19 +14,6 @@ from shoal.core.config import Value
 from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.random import generator
 
-__all__ = [
-    "Axis",
-    "Config",
-    "Objective",
-    "PartialObjective",
-    "SearchSpace",
-    "Setting",
-    "Trial",
-    "TrialOutcome",
-    "Tuner",
-    "TuningResult",
-]
-
 Setting = bool | int | float | str
 Config = Mapping[str, Setting]
 Progress = Callable[[int, int, str], None]
@@ -41,7 +28,6 @@ class Axis(Value):
     """One thing that can be chosen.
 
     Args:
-        name: what it is called.
         values: what it can be; numbers in ascending order.
     """
 
@@ -71,11 +57,7 @@ class Axis(Value):
 
 
 class SearchSpace(Value):
-    """Everything that can be chosen: the product of its axes.
-
-    Args:
-        axes: what can be chosen.
-    """
+    """Everything that can be chosen: the product of its axes."""
 
     axes: tuple[Axis, ...]
 
@@ -199,15 +181,10 @@ class PartialObjective(Protocol):
 
     def part(self, config: Config, share: float) -> TrialOutcome:
         """What the configuration gives in this share of a measurement, above 0 to 1."""
-        ...
 
 
 class Trial(TrialOutcome):
-    """A configuration that was tried.
-
-    Args:
-        config: axis -> value.
-    """
+    """A configuration that was tried."""
 
     config: dict[str, Setting]
 
@@ -228,9 +205,7 @@ class TuningResult(Value):
 
     Args:
         tuner: the part that did it.
-        space: what was searched.
         trials: what was tried, in that order.
-        seed: seed of everything random.
     """
 
     tuner: str
@@ -292,7 +267,6 @@ class Tuner(Protocol):
         Raises:
             ConfigError: no trials, or a trial that stands twice in ``history``.
         """
-        ...
 
 
 def order(space: SearchSpace, seed: int, elsewhere: Sequence[Trial] = ()) -> np.ndarray:

@@ -18,8 +18,6 @@ from shoal.plan.tune.protocols import (
     order,
 )
 
-__all__ = ["Random"]
-
 
 @part
 class Random:
@@ -36,7 +34,6 @@ class Random:
         elsewhere: Sequence[Trial] = (),
         progress: Progress | None = None,
     ) -> TuningResult:
-        """See :class:`~shoal.plan.tune.protocols.Tuner`."""
         seen = check(space, trials, history)
         rows = space.indices()
         made = list(history)

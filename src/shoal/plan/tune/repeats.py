@@ -19,8 +19,6 @@ import numpy as np
 
 from shoal.core.errors import require
 
-__all__ = ["RepeatedMeasurements", "Repeats"]
-
 
 @dataclass(frozen=True)
 class RepeatedMeasurements:

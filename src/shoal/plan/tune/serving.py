@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
 from shoal.core.config import Value, parse
-from shoal.core.errors import UnknownKeyError, nearest, require
+from shoal.core.errors import UnknownKeyError, require, suggestion
 from shoal.ir import Arrival, ServeJob
 from shoal.plan.tune.protocols import (
     Axis,
@@ -30,20 +30,6 @@ from shoal.plan.tune.protocols import (
     TuningResult,
 )
 from shoal.plan.tune.repeats import Repeats
-
-__all__ = [
-    "GOALS",
-    "KNOBS",
-    "UNITS",
-    "Goal",
-    "Measure",
-    "ServingObjective",
-    "ServingSample",
-    "job_of",
-    "knob_of",
-    "serving_space",
-    "tune_serving",
-]
 
 Goal = Literal["throughput", "latency", "ttft"]
 GOALS: dict[str, str] = {
@@ -102,10 +88,9 @@ def serving_space(given: Mapping[str, Sequence[Setting]] | None = None) -> Searc
     given = dict(given or {})
     for name in given:
         if name not in KNOBS:
-            hint = nearest(name, KNOBS)
             raise UnknownKeyError(
                 f"tune.{name}: no such knob; expected one of {', '.join(KNOBS)}"
-                + (f"; {hint}" if hint else "")
+                + suggestion(name, KNOBS)
             )
     chosen = {name: tuple(given.get(name, usual)) for name, (_, usual) in KNOBS.items()}
     return SearchSpace(
@@ -139,7 +124,6 @@ class ServingSample(Value):
     """What serving a workload once gave.
 
     Args:
-        throughput: output tokens per second.
         latency_s: quantile in percent, as text -> s from a request's time to its last token.
         ttft_s: the same to its first token; empty where an engine does not report it.
         memory_bytes: of weights and cache.
@@ -182,7 +166,6 @@ class Measure(Protocol):
             workload: what arrives.
             seconds: longest that it may take; then it is ended.
         """
-        ...
 
 
 class _SpentError(Exception):

@@ -22,8 +22,6 @@ from shoal.plan.tune.bayes import penalised
 from shoal.plan.tune.protocols import TuningResult
 from shoal.plan.tune.surrogate import Kind, fit_surrogate
 
-__all__ = ["MOST_AXES", "Influence", "explain", "shapley"]
-
 MOST_AXES = 7
 BACKGROUND = 32
 
@@ -34,7 +32,6 @@ class Influence(Value):
     """How much an axis moves the objective.
 
     Args:
-        axis: its name.
         influence: mean absolute Shapley value over the trials, in the objective's unit.
         best: its value in the best trial: what it adds there to the mean.
         by_value: setting, as text -> mean Shapley value of the trials that have it.

@@ -18,8 +18,6 @@ import numpy as np
 from shoal.core.random import generator
 from shoal.cost.gemm.forest import Forest, fit_forest
 
-__all__ = ["GaussianProcess", "Surrogate", "fit_surrogate"]
-
 Kind = Literal["gp", "forest"]
 # Length scales, in widths of an axis, and shares of noise that are considered.
 SCALES = (0.1, 10.0)
@@ -32,11 +30,9 @@ class Surrogate(Protocol):
 
     def predict(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[N, axes] -> mean [N] and standard deviation [N]."""
-        ...
 
     def mean(self, points: np.ndarray) -> np.ndarray:
         """[N, axes] -> mean [N]."""
-        ...
 
 
 def _matern(a: np.ndarray, b: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -112,14 +108,12 @@ class GaussianProcess:
         return cls(seen, weights, factor, scales, mean, deviation)
 
     def predict(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See :class:`Surrogate`."""
         cross = _matern(points, self.seen, self.scales)
         solved = np.linalg.solve(self.factor, cross.T)
         doubt = np.sqrt(np.maximum(1.0 - (solved**2).sum(0), 1e-12))
         return self.middle + self.deviation * (cross @ self.weights), self.deviation * doubt
 
     def mean(self, points: np.ndarray) -> np.ndarray:
-        """See :class:`Surrogate`."""
         cross = _matern(points, self.seen, self.scales)
         return np.asarray(self.middle + self.deviation * (cross @ self.weights))
 
@@ -129,12 +123,10 @@ class _Trees:
     forest: Forest
 
     def predict(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See :class:`Surrogate`."""
         trees = self.forest.trees(points)[:, :, 0]
         return trees.mean(axis=0), np.maximum(trees.std(axis=0), 1e-9)
 
     def mean(self, points: np.ndarray) -> np.ndarray:
-        """See :class:`Surrogate`."""
         return self.forest.predict(points)[:, 0]
 
 

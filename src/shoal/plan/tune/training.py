@@ -20,8 +20,6 @@ from shoal.plan.strategy.judge import fits, usable_bytes
 from shoal.plan.strategy.space import divisors
 from shoal.plan.tune.protocols import Axis, Config, SearchSpace, Setting, TrialOutcome
 
-__all__ = ["AXES", "TrainingObjective", "training_space"]
-
 # In the order in which they are listed.
 AXES = ("nodes", "tp", "pp", "vpp", "microbatch", "accumulate", "shard", "recompute")
 # A schedule of its own is needed for several stages of a rank.
@@ -70,8 +68,6 @@ class TrainingObjective:
     """TFLOP/s of a device that a configuration reaches in the simulator.
 
     Args:
-        job: the job; what the configuration says replaces what it says.
-        machine: the machine with all the nodes that may be used.
         model: the model, where the job does not name one that is known.
         whole_flops: count what is computed again, as Megatron and DeepSpeed report it.
     """

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.cost.scaling_reports import scaling_report
 from shoal.cost.shapes import resolve
 from shoal.ir import Explanation, Machine, Progress, TrainJob
@@ -15,16 +15,14 @@ from shoal.plan.tune.protocols import Setting
 from shoal.plan.tune.shapley import explain as influences
 from shoal.plan.tune.training import TrainingObjective, training_space
 
-__all__ = ["TuneStudy"]
-
 
 @part
 class TuneStudy:
-    """Tune split, batches and recomputation of a training job in the simulator.
+    """Tune parallelism, batches and recomputation of a training job in the simulator.
 
-    What does not fit or is no legal split is a failed trial, which the search learns from. Axes:
-    nodes, tp, pp, vpp, microbatch, accumulate, shard, recompute. All trials are saved as
-    trials.yaml.
+    Invalid configurations and those that do not fit are failed trials, from which the search
+    learns. Axes: nodes, tp, pp, vpp, microbatch, accumulate, shard, recompute. All trials are saved
+    as trials.yaml.
 
     **Examples**
 
@@ -94,11 +92,11 @@ class TuneStudy:
             f"{len(study.trials)} of {space.size} configurations tried, "
             f"{len(study.trials) - len(study.feasible)} failed; the best reaches "
             f"{100 * utilisation:.1f} % of the peak with {winner.global_batch} sequences a step of "
-            f"{cost.step_s.value:.3g} s; {cost.bound} binds it",
+            f"{digits(cost.step_s.value)} s; bottleneck: {cost.bound}",
         ]  # fmt: skip
         if result:
             blocks.append(Table(
-                title="what made the difference, in TFLOP/s (Shapley values)",
+                title="contribution of each axis in TFLOP/s (Shapley values)",
                 columns=("axis", "influence", "in the best", "by value"),
                 rows=tuple(
                     (
@@ -116,7 +114,7 @@ class TuneStudy:
                 title="weak scaling of the best",
                 columns=("devices", "replicas", "batch", "step", "efficiency"),
                 rows=tuple(
-                    (f"{p.devices}", f"{p.replicas}", f"{p.global_batch}", f"{p.step_s:.3g} s",
+                    (f"{p.devices}", f"{p.replicas}", f"{p.global_batch}", f"{digits(p.step_s)} s",
                      f"{p.efficiency:.1%}")
                     for p in scaled
                 ),

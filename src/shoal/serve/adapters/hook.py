@@ -17,8 +17,6 @@ from shoal.serve.engine.hooks import EngineHook, ForwardPass
 if TYPE_CHECKING:
     from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["AdapterHook", "adapters_of"]
-
 log = logging.getLogger("shoal.serve")
 
 
@@ -69,13 +67,12 @@ class AdapterHook(EngineHook):
         return None
 
     def metrics(self) -> Mapping[str, float]:
-        """See :meth:`~shoal.serve.adapters.loaded.AdapterBank.stats`."""
         return self.bank.stats()
 
     def before_pass(self, work: ForwardPass) -> None:
         """Take in whose the rows are."""
         adapted = self.bank.begin(work.chunks)
-        work.plain, work.merged = work.plain and not adapted, self.bank.merged
+        work.plain, work.version = work.plain and not adapted, self.bank.switches
 
     def around(self, work: ForwardPass) -> AbstractContextManager[None]:
         """Say which rows are needed behind the last attention."""

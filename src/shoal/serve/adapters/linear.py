@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shoal.serve.adapters.loaded import AdapterBank
     from shoal.train.peft.run.sites import Site
 
-__all__ = ["AdapterRows", "Layered", "Stack"]
-
 
 @dataclass
 class AdapterRows:

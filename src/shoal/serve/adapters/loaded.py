@@ -37,8 +37,6 @@ from shoal.serve.adapters.linear import AdapterRows, Layered, Stack
 if TYPE_CHECKING:
     from shoal.train.peft.run.sites import Site
 
-__all__ = ["SERVED", "AdapterBank", "pairs_of"]
-
 SERVED = ("lora", "rslora", "lora_fa", "dylora", "adalora", "vera")
 """Methods that are a product of two thin matrices, which is what is served beside others."""
 
@@ -106,6 +104,7 @@ class AdapterBank:
 
     Attributes:
         merged: name of the adapter that is merged into the weights, or None.
+        switches: how often one was merged, or taken out again.
         rows: of the step under way; None where it needs no adapter.
         needed: of the rows that the step needs behind its last attention.
     """
@@ -115,7 +114,7 @@ class AdapterBank:
         self.merged: str | None = None
         self.rows: AdapterRows | None = None
         self.needed: AdapterRows | None = None
-        self._switches = 0
+        self.switches = 0
         self._model = model
         self._pairs: dict[str, Pairs] = {}
         self._keys: dict[str, str] = {}
@@ -217,7 +216,7 @@ class AdapterBank:
             name in self._keys,
             "adapter",
             name,
-            expected=f"one of {', '.join(self._keys) or 'none'}",
+            expected=f"one of those in memory: {', '.join(self._keys) or 'none'}",
             error=ServeError,
         )
         return self._keys[name]
@@ -274,7 +273,7 @@ class AdapterBank:
         for owner, layer in made.items():
             self._layers[owner].merged = layer
         self.merged = name
-        self._switches += 1
+        self.switches += 1
 
     def unmerge(self, name: str) -> None:
         """Compute with the model's own weights again, which are what they were, bit for bit.
@@ -286,19 +285,19 @@ class AdapterBank:
             self.merged == name,
             "adapter",
             name,
-            expected=f"the one that is merged, {self.merged or 'none'}",
+            expected=f"the one that is merged: {self.merged or 'none'}",
             error=ServeError,
         )
         for layer in self._layers.values():
             layer.merged = None
         self.merged = None
-        self._switches += 1
+        self.switches += 1
 
     def stats(self) -> dict[str, float]:
         """Gauges of now, and counters since the start, for metrics."""
         return {
             "adapter_merged": float(self.merged is not None),
-            "adapter_switches_total": float(self._switches),
+            "adapter_switches_total": float(self.switches),
         }
 
     def _stack(self) -> None:

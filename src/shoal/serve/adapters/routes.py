@@ -21,13 +21,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from shoal.serve.engine.client import EngineClient, RefusedError
+from shoal.serve.engine.client import EngineClient
 from shoal.serve.http.body import read_body
 from shoal.serve.http.errors import ApiError
 from shoal.serve.http.fields import wrong
 from shoal.serve.http.limits import HttpLimits
-
-__all__ = ["ADAPTER_ROUTES", "AdapterPlaces", "AdapterRoutes", "read_adapter"]
 
 ADAPTER_ROUTES = (
     "/v1/load_lora_adapter",
@@ -105,12 +103,14 @@ async def change(client: EngineClient, what: str, name: str, path: str = "") -> 
 
     Raises:
         EngineDownError: the engine is not there, or died meanwhile.
-        RefusedError: the engine cannot; says why.
+        ApiError: the engine cannot; says why.
     """
     no_room = "this engine has no room for adapters; serve with --max-adapters"
     error = await client.ask("adapter", otherwise=no_room, do=what, name=name, path=path)
     if error is not None:
-        raise RefusedError(error)
+        # What is wrong with a directory is said of the directory.
+        param = None if what == "load" else "lora_name"
+        raise ApiError(error, param=param, code="request_refused")
     if what in ("load", "unload"):
         job = client.job
         kept = {key: value for key, value in job.adapters.items() if key != name}

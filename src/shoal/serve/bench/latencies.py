@@ -10,13 +10,11 @@ from shoal.core.svg import Chart, Series, stacked
 from shoal.cost.serving.fleet import attainment
 from shoal.cost.serving.simulator import ServedRequest, quantities, summary
 
-__all__ = ["draw", "measured_of", "samples_of"]
-
 _NAMES = {
-    "ttft": "time to the first token",
-    "tpot": "time per further token, of a request",
-    "itl": "time between two pieces of an answer",
-    "e2e": "time of a whole request",
+    "ttft": "TTFT (time to first token)",
+    "tpot": "TPOT (time per output token after the first)",
+    "itl": "ITL (inter-token latency)",
+    "e2e": "E2E (latency of a whole request)",
 }
 # Points of a curve; more cannot be distinguished.
 _POINTS = 400
@@ -46,11 +44,6 @@ def measured_of(
 ) -> dict[str, float]:
     """Quantities of :func:`~shoal.cost.serving.simulator.quantities`, of ``itl``, and goodput.
 
-    Args:
-        served: requests.
-        gaps: between two pieces of an answer, of all of them.
-        targets: most s of ``ttft`` and of ``tpot`` for a request to count as good.
-
     Returns:
         Also ``prompt_tokens_per_s``, and with targets ``slo_share`` of all requests and
         ``goodput_per_s``, the requests per second that meet both.
@@ -70,10 +63,6 @@ def measured_of(
 def draw(samples: Mapping[str, Sequence[float]], title: str) -> str:
     """A picture of each quantity: the share of cases over the time they stayed within.
 
-    Args:
-        samples: of :func:`samples_of`.
-        title: what was measured.
-
     Raises:
         ServeError: there are none.
     """
@@ -84,13 +73,13 @@ def draw(samples: Mapping[str, Sequence[float]], title: str) -> str:
             chosen = sorted({round(i * (len(values) - 1) / _POINTS) for i in range(_POINTS + 1)})
             charts.append(
                 Chart(
-                    title=f"{title}: {name}",
-                    description=f"Share of cases over the {label}.",
+                    title=f"{title}: {name.upper()}",
+                    description=f"Share of cases over {label}.",
                     x_label=f"{label}, ms",
                     y_label="share within, %",
                     series=[
                         Series(
-                            name=name,
+                            name=name.upper(),
                             x=[1e3 * values[place] for place in chosen],
                             y=[100 * (place + 1) / len(values) for place in chosen],
                         )

@@ -17,8 +17,6 @@ from shoal.cost.step_cost.fitted import FittedStepCost, StepSample
 from shoal.ir import Chunk, Request, SamplingParams, SchedulerLimits, Step
 from shoal.serve.engine.runner import LocalRunner
 
-__all__ = ["Shape", "profile", "quick_cost", "spread"]
-
 Shape = tuple[tuple[int, int], ...]
 """(tokens before it, tokens in it) of each chunk of a step."""
 
@@ -30,11 +28,6 @@ def spread(limits: SchedulerLimits, num_tokens: int, *, seed: int = 0) -> list[S
 
     Decodes of few and many requests with short and long contexts, prompts whole and
     continued, several prompts, and both kinds together.
-
-    Args:
-        limits: of the scheduler.
-        num_tokens: tokens that the cache holds.
-        seed: of the lengths.
     """
     source = generator(seed, purpose="profile lengths")
     budget = min(limits.max_step_tokens, num_tokens)
@@ -127,13 +120,7 @@ def profile(
 def quick_cost(
     runner: LocalRunner, limits: SchedulerLimits, *, clock: Callable[[], float] = time.perf_counter
 ) -> FittedStepCost:
-    """Seconds of a step and of a token of a prompt, from a few steps; for coarse choices.
-
-    Args:
-        runner: whose model is measured.
-        limits: of its scheduler.
-        clock: s.
-    """
+    """Seconds of a step and of a token of a prompt, from a few steps; for coarse choices."""
     size = runner.cache.block_size
     room = runner.cache.num_blocks * size
     most = max(2, min(256, limits.max_step_tokens, limits.max_position - 1, room))

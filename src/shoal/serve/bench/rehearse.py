@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from shoal.serve.bench.profile import Shape
     from shoal.serve.engine.runner import LocalRunner
 
-__all__ = [
-    "OTHERS",
-    "PULSE",
-    "STEADY",
-    "MachineSpeed",
-    "learned",
-    "opening",
-    "others",
-    "spread_of",
-]
-
 PULSE: tuple[Shape, ...] = (((0, 64),), ((64, 1),) * 4, ((128, 1),) * 16)
 """Steps that are always the same: a prompt, and few and many decodes."""
 
@@ -78,7 +67,6 @@ class MachineSpeed:
     """How fast the machine is now, and whether other processes use it.
 
     Args:
-        runner: whose model is timed; its cache is not touched.
         seconds: about how long one look takes.
     """
 

@@ -23,8 +23,6 @@ from shoal.ir import Arrival
 from shoal.serve.cluster.resume import DONE
 from shoal.serve.cluster.upstream import ServerLostError, Tcp, UpstreamResponse, ask
 
-__all__ = ["RemoteModel", "RemoteServer", "ReplayedRequest", "replay_remote", "served_model"]
-
 # Nothing that a server sends may be longer, B: an event, and a page that is no stream.
 _EVENT_BYTES = 2**20
 _PAGE_BYTES = 2**16
@@ -127,7 +125,6 @@ class RemoteModel:
     """What a server says about a model.
 
     Args:
-        name: what requests call it.
         max_position: most tokens of a request; None if it does not say.
     """
 

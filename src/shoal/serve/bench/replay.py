@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shoal.core.errors import ConfigError, ServeError, nearest, require
+from shoal.core.errors import ConfigError, require
 from shoal.core.files import write_json
 from shoal.core.measure import check_quiet
 from shoal.core.parts import Choice, options_of, table
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from shoal.ir import ServePlan
     from shoal.model.transformer import Transformer
 
-__all__ = ["bench_serve", "replay", "run_plan", "weights_of", "with_workload"]
-
 Progress = Callable[[float, float, str], None]
+
+# s that a run waits for a quiet machine, and how not to wait.
+_WAIT_S = 60.0
+_ANYWAY = "--anyway (anyway=True in Python)"
 
 
 def weights_of(job: ServeJob, *, seed: int = 0) -> tuple[Transformer, str]:
@@ -49,20 +51,13 @@ def weights_of(job: ServeJob, *, seed: int = 0) -> tuple[Transformer, str]:
 
     if Path(job.model).is_dir():
         return load_model(job), f"the weights of {job.model}"
-    if job.model not in zoo.names():
-        hint = nearest(job.model, zoo.names())
-        raise ServeError(
-            f"model = {job.model!r}: expected a Hugging Face directory or one of "
-            f"{', '.join(zoo.names())}" + (f"; {hint}" if hint else "")
-        )
+    zoo.require_known(job.model)
     there = zoo.trained_directory(job.model)
     if there is not None:
         model = load_model(job.model_copy(update={"model": str(there)}))
         return model, f"{job.model}, trained before"
     fresh = zoo.random(job.model, seed)
-    return prepare(
-        job, fresh
-    ), f"{job.model} with random weights: speed is the same, its text is not"
+    return prepare(job, fresh), f"{job.model} with random weights: same speed, meaningless text"
 
 
 def with_workload(
@@ -96,7 +91,6 @@ def bench_serve(
     machine: Machine | None = None,
     model: Transformer | None = None,
     profile_s: float = 5.0,
-    wait_s: float | None = 60.0,
     progress: Callable[[str, float, float], None] | None = None,
     on_plan: Callable[[ServePlan], None] | None = None,
     targets: tuple[float, float] | None = None,
@@ -113,7 +107,6 @@ def bench_serve(
         model: to serve; that of the job if not given.
         profile_s: about how many s the profile takes, and at most the rehearsal of the first
             requests; with 0 there is none.
-        wait_s: how long to wait for a quiet machine; None measures on a busy one too.
         progress: called with (what is done, done, total).
         on_plan: called with the plan, before anything is served.
         targets: most s to the first token and per further token, for goodput.
@@ -121,14 +114,12 @@ def bench_serve(
         anyway: serve on this host's device what is planned for another kind; nothing is scored.
 
     Raises:
-        NoisyMachineError: the machine stayed busy.
         PlanError: planned for GPUs, and the model lies on the CPU.
         ShoalError: something of the job cannot be.
     """
     from shoal.cost.step_cost.fitted import fit
     from shoal.machine.described import load
     from shoal.machine.fingerprint import versions
-    from shoal.plan.saved import check_device
     from shoal.plan.serving.inputs import arrivals_of
     from shoal.plan.serving.plans import plan_serve
     from shoal.plan.serving.simulation import simulate_plan
@@ -143,13 +134,10 @@ def bench_serve(
     job = with_workload(job, requests=requests, rate=rate)
     if model is None:
         model, _ = weights_of(job)
-    device: Literal["cpu", "gpu"] = "gpu" if model.embed.weight.is_cuda else "cpu"
-    check_device(machine, device, f"the plan of {job.name}", anyway=anyway)
+    device = _checked_device(job, machine, model, anyway=anyway)
     job = concrete(job, model.config, model.embed.weight.dtype)
     assert job.kv_tokens is not None and job.max_position is not None
     arrivals = arrivals_of(job, model.config.shape(), count=requests)
-    if wait_s is not None:
-        check_quiet(wait_s=wait_s)
     engine, limits, runner = engine_of(job, model)
     samples = profile(
         runner, spread(limits, job.kv_tokens), seconds=profile_s, progress=bar("profile")
@@ -193,6 +181,17 @@ def bench_serve(
     )
 
 
+def _checked_device(
+    job: ServeJob, machine: Machine, model: Transformer, *, anyway: bool
+) -> Literal["cpu", "gpu"]:
+    """What the model lies on, if that is what was planned for."""
+    from shoal.plan.saved import check_device
+
+    device: Literal["cpu", "gpu"] = "gpu" if model.embed.weight.is_cuda else "cpu"
+    check_device(machine, device, f"the plan of {job.name}", anyway=anyway)
+    return device
+
+
 def run_plan(
     plan: ServePlan,
     directory: Path,
@@ -214,24 +213,37 @@ def run_plan(
 
     Raises:
         ConfigError: a run lies there and is not resumed.
+        NoisyMachineError: the machine stays busy for a minute.
         ShoalError: it cannot be served.
     """
     files = {name: directory / name for name in ("plan.yaml", "report.json")}
     if files["plan.yaml"].exists() and not resume:
         raise ConfigError(
-            f"{directory}: a run lies there already; serve it again with --resume, or choose "
+            f"{directory}: already contains a run; serve it again with --resume, or choose "
             "another name with --set name=..."
         )
-    Score().register(directory, plan.job.job, plan.job.name, plan.job.model)
-    plan.save(files["plan.yaml"], header="What will be served, and what it is predicted to take.")
 
     def progress(text: str, done: float, total: float) -> None:
         if watch is not None:
             watch({"kind": "prepare", "state": (done, total, text)})
 
-    wait_s = None if anyway else 60.0
+    # Nothing is written of what cannot be served.
+    model, _ = weights_of(plan.job)
+    _checked_device(plan.job, plan.machine, model, anyway=anyway)
+    if not anyway:
+        check_quiet(
+            wait_s=_WAIT_S,
+            waiting=lambda why, left: progress(
+                f"waiting for a quiet machine ({why}; {_ANYWAY} measures at once)",
+                _WAIT_S - left,
+                _WAIT_S,
+            ),
+            hint=f"measure all the same with {_ANYWAY}",
+        )
+    Score().register(directory, plan.job.job, plan.job.name, plan.job.model)
+    plan.save(files["plan.yaml"], header="What will be served, and what it is predicted to take.")
     report = bench_serve(
-        plan.job, machine=plan.machine, wait_s=wait_s, progress=progress, anyway=anyway
+        plan.job, machine=plan.machine, model=model, progress=progress, anyway=anyway
     )
     write_json(files["report.json"], report.model_dump(mode="json"))
     Score().append(report, directory)

@@ -17,6 +17,7 @@ import torch
 
 from shoal.core.errors import ConfigError, RankError, ServeError
 from shoal.core.pool.local import LocalActor
+from shoal.core.traits import traits
 from shoal.cost.serving.simulator import ServedRequest
 from shoal.ir import Arrival, ModelShape, Output, ServeJob
 from shoal.plan.serving.inputs import arrivals_of
@@ -28,17 +29,6 @@ from shoal.serve.engine.build import engine_of
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.serve.engine.loop import Engine
-
-__all__ = [
-    "MeasureProcess",
-    "ShoalRunner",
-    "Start",
-    "failure",
-    "quantiles",
-    "sample_of",
-    "shoal_engine",
-    "workload_of",
-]
 
 # Knobs that change the model itself, not only the engine around it.
 _OF_MODEL = ("precision", "weights", "exact")
@@ -79,7 +69,6 @@ class ShoalRunner:
         return None
 
     def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> ServingSample:
-        """See :class:`~shoal.plan.tune.serving.Measure`."""
         if self._ready is None or self._ready[0] != config:
             failed = self.prepare(config, workload)
             if failed is not None:
@@ -133,7 +122,6 @@ class MeasureProcess:
     _actor: LocalActor | None = field(default=None, repr=False)
 
     def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> ServingSample:
-        """See :class:`~shoal.plan.tune.serving.Measure`."""
         began = time.perf_counter()
         for method, limit_s, given in (
             ("prepare", self.ready_s, (config, workload)),
@@ -142,7 +130,7 @@ class MeasureProcess:
             try:
                 sample = self._started().call(method, *given).result(limit_s)
             except TimeoutError:
-                why = f"out of time: the engine gave no sign within {limit_s:.3g} s ({method})"
+                why = f"out of time: the engine did not respond within {limit_s:.3g} s ({method})"
             except RankError as cause:  # it was killed, for want of memory for instance
                 why = str(cause)
             else:
@@ -224,12 +212,12 @@ def sample_of(served: Sequence[ServedRequest], *, memory_bytes: float) -> Servin
 _REQUESTS = 32
 
 Start = Callable[[int | None], tuple[MeasureProcess, Sequence[Arrival]]]
-"""Loads an engine, and so many requests of its workload."""
+"""Loads an engine and requests of its workload."""
 
 
 def workload_of(job: ServeJob, shape: ModelShape, requests: int | None) -> list[Arrival]:
     """The requests to serve; a trace has its own number of them."""
-    few = None if job.workload.name == "trace" else _REQUESTS
+    few = None if "recorded" in traits("workload", job.workload) else _REQUESTS
     return arrivals_of(job, shape, count=requests or few)
 
 

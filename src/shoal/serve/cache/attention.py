@@ -29,8 +29,6 @@ from shoal.model.attention import attend
 from shoal.model.parscale import before, causal
 from shoal.serve.cache.paged import PagedCache
 
-__all__ = ["PagedAttention", "RequestContext"]
-
 # Padded tokens that are cheaper than another call of the kernel.
 _SPARE_TOKENS = 256
 

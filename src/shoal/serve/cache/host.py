@@ -30,8 +30,6 @@ from shoal.serve.engine.hooks import EngineHook, ExecutedStep
 if TYPE_CHECKING:
     from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["HostCopyHook", "HostMover", "HostStore", "copies_of", "measure_link"]
-
 # Enough for both directions, and for some that wait for others.
 _THREADS = 4
 

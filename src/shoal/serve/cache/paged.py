@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import ServeError, require
+from shoal.core.sizes import human_bytes
 from shoal.ir import Copy
 from shoal.kernel.kv.common import writer
 from shoal.kernel.kv.plain import Plain
@@ -24,8 +25,6 @@ from shoal.kernel.pages import populate
 from shoal.kernel.protocols import KVFormat
 from shoal.kernel.tensors import name_of
 from shoal.model.config import ModelConfig
-
-__all__ = ["PagedCache", "Zeros", "token_bytes"]
 
 # Shape, type and device of a tensor -> the tensor, all zeros.
 Zeros = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
@@ -50,9 +49,6 @@ class PagedCache:
     """Keys and values [L, 2, S, K, d] in blocks that any request can hold.
 
     Args:
-        config: the model.
-        num_blocks: blocks.
-        block_size: tokens of one block.
         dtype: of the keys and values, as the model computes them.
         device: where they live.
         form: how they are kept; as they are, if not given.
@@ -208,6 +204,6 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     except (MemoryError, RuntimeError) as cause:
         total = int(np.prod(size, dtype=np.int64)) * dtype.itemsize
         raise ServeError(
-            f"the cache needs {total / 2**20:,.0f} MiB, and {device} has no such room; give a "
+            f"the cache needs {human_bytes(total)}, and {device} has no such room; give a "
             "smaller kv_tokens"
         ) from cause

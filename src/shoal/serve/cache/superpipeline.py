@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shoal.memory.streaming.superpipeline import SuperpipelineModel as Wrapped
     from shoal.model.transformer import Transformer
 
-__all__ = ["SuperpipelineMemory"]
-
 
 @part
 class SuperpipelineMemory:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shoal.model.linear import DispatchedLinear
     from shoal.model.transformer import Transformer, TransformerBlock
 
-__all__ = ["MemoryPart", "PeerMemory", "PeerPool", "Resident", "elsewhere", "least_resident"]
-
 
 class MemoryPart(Protocol):
     """A part of kind ``memory``."""
@@ -43,7 +41,6 @@ class MemoryPart(Protocol):
         Raises:
             ConfigError: the model has weights that cannot lie there.
         """
-        ...
 
 
 @part
@@ -79,7 +76,7 @@ class PeerMemory:
             0 < self.fraction <= 0.5,
             f"{where}.fraction",
             self.fraction,
-            expected="a share in (0, 0.5]: every copy hides behind a layer that stays",
+            expected="a fraction in (0, 0.5], so that every copy overlaps with a resident layer",
         )
 
     def apply(self, model: Transformer) -> PeerPool | None:
@@ -127,7 +124,6 @@ class PeerPool:
         slots: layers that the arena holds.
         prefetch: copy before they are needed.
         bytes_per_s: of an emulated link.
-        clock: s.
         sleep: waits so many s.
 
     Raises:
@@ -152,7 +148,7 @@ class PeerPool:
             "memory.peer.slots",
             slots,
             expected=f"fewer than the {len(layers)} layers that lie elsewhere",
-            hint="with as many nothing is saved; keep the layers resident",
+            hint="otherwise no memory is saved; keep the layers resident",
         )
         self.layers, self._slots, self._prefetch = layers, slots, prefetch
         self._bytes_per_s, self._clock, self._sleep = bytes_per_s, clock, sleep

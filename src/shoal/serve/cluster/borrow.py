@@ -24,8 +24,6 @@ from shoal.serve.cluster.lending import LenderClient, LenderLostError
 from shoal.serve.engine.hooks import EngineHook, ExecutedStep
 from shoal.serve.engine.loop import Engine
 
-__all__ = ["LendingHook"]
-
 
 class _Copies:
     """Copies of blocks to lenders, one after the other in a thread of their own."""
@@ -48,9 +46,6 @@ class _Copies:
 
     def over(self, *, wait: bool = False) -> list[BlockLoan]:
         """Copies that have arrived.
-
-        Args:
-            wait: for the first of them.
 
         Raises:
             LenderLostError: one that cannot arrive; those before it are returned first.
@@ -97,7 +92,6 @@ class LendingHook(EngineHook):
 
     Args:
         engine: its scheduler, its runner and its books.
-        instance: its number.
         lock: of the books, which lenders' threads read, too.
 
     Raises:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.serve.bench.profile import Shape
 
-__all__ = ["DisaggEngine", "MigratedRequest", "build_engine", "packed", "replay"]
-
 Role = Literal["prefill", "decode", "both"]
 
 
@@ -81,7 +79,6 @@ class DisaggEngine(EngineLike):
         pin: give each instance as many cores of its own as it has threads.
         hang_s: s of silence of an instance with open requests that end everything.
         recording: keep what each request moved in ``moved``, which grows.
-        clock: s.
 
     Raises:
         ServeError: an instance cannot be started or cannot load the model, or the job asks for
@@ -315,8 +312,8 @@ class DisaggEngine(EngineLike):
                     outputs += self._heard(child, message)
             elif child.open and time.monotonic() - child.heard > self._hang_s:
                 raise ServeError(
-                    f"the {child.name} (process {child.process.pid}) hangs: it has open requests "
-                    f"and has said nothing for {self._hang_s:g} s"
+                    f"the {child.name} (process {child.process.pid}) hangs: it has open "
+                    f"requests and has not responded for {self._hang_s:g} s"
                 )
         return outputs
 

@@ -30,17 +30,9 @@ from shoal.serve.cache.paged import PagedCache
 from shoal.serve.cluster.lending import LenderClient
 from shoal.serve.engine.runner import LocalRunner
 
-__all__ = ["DistRunner", "part_kernel"]
-
 
 def part_kernel(config: ModelConfig, cache: PagedCache, *, batch: int = 8) -> Ready:
-    """The kernel that attends over a part of a context.
-
-    Args:
-        config: the model.
-        cache: what it reads.
-        batch: requests of a step.
-    """
+    """The kernel that attends over a part of a context."""
     call = PagedCall(
         batch=batch,
         context=max(1, config.max_position // 2),

@@ -37,8 +37,6 @@ from shoal.serve.engine.wire import unpack_output
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
 
-__all__ = ["DistKVEngine", "EvenCost", "build_engine"]
-
 
 class EvenCost:
     """A step's seconds when nothing was measured: weights once, then tokens and contexts."""
@@ -52,11 +50,9 @@ class DistKVEngine(EngineLike):
     """Requests in, tokens out, by several processes; see the module.
 
     Args:
-        job: what to serve; ``kv`` is a distributed one.
         cost: seconds of a step of an instance, for the placement of loans.
         pin: give each instance as many cores of its own as it has threads.
         lend: False for instances that do not lend: each on its own.
-        clock: s.
 
     Raises:
         ServeError: an instance cannot be started or cannot load the model.
@@ -210,6 +206,7 @@ class DistKVEngine(EngineLike):
         for name, wanted in (
             ("a grammar", request.params.grammar),
             ("a vector", request.params.pooling),
+            ("log probabilities of the prompt", request.params.prompt_logprobs),
         ):
             if wanted is not None:
                 raise ServeError(
@@ -242,7 +239,7 @@ class DistKVEngine(EngineLike):
         """The instance with the fewest tokens to do."""
         loads = {number: 0 for number in self._children if number < self.part.instances}
         if not loads:
-            raise ServeError("all instances are gone; restart the server")
+            raise ServeError("all instances have ended; restart the server")
         for request, place in self._open.values():
             loads[place] += len(request.tokens)
         return min(loads, key=lambda one: (loads[one], one))
@@ -273,7 +270,7 @@ class DistKVEngine(EngineLike):
             except ServeError as cause:
                 self._lose(number, str(cause))
         for number in self.registry.silent(self.clock()):
-            self._lose(number, "it was silent for too long")
+            self._lose(number, "it did not respond for too long")
         return outputs
 
     def _heard(self, number: int, child: Child, message: Mapping[str, Any]) -> list[Output]:
@@ -350,7 +347,7 @@ class DistKVEngine(EngineLike):
         self.registry.lose(number)
         self.losses.append(f"{child.name}: {reason}")
         if not any(one < self.part.instances for one in self._children):
-            raise ServeError(f"the last instance is gone ({reason}); restart the server")
+            raise ServeError(f"the last instance has ended ({reason}); restart the server")
         for other in list(self._children):
             self._tell(other, {"kind": "lost", "instance": number})
             self._tell(other, {"kind": "room", "blocks": self._capacity(other)})

@@ -42,8 +42,6 @@ from shoal.serve.engine.loop import Engine
 from shoal.serve.engine.process import EngineConnection
 from shoal.serve.engine.wire import pack_output, unpack_request
 
-__all__ = ["DistKVInstance", "main"]
-
 # A lender's thread must not wait long for the interpreter while the engine's has it.
 _SWITCH_S = 2e-4
 # s between looks at the socket while requests wait for others' memory.
@@ -51,12 +49,7 @@ _PAUSE_S = 2e-3
 
 
 class DistKVInstance:
-    """One engine of several, at the end of a connection.
-
-    Args:
-        start: the message ``start``.
-        parent: the process that started this one.
-    """
+    """One engine of several, at the end of a connection."""
 
     def __init__(self, start: Mapping[str, Any], parent: EngineConnection) -> None:
         job = parse(ServeJob, start["job"], where="job")

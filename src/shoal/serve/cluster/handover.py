@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import ServeError, require
+from shoal.core.sizes import human_bytes
 from shoal.serve.cache.paged import PagedCache
-
-__all__ = ["KVTransfer", "MappedCaches", "SharedStores", "StoreFile"]
 
 
 class KVTransfer(Protocol):
@@ -45,7 +44,6 @@ class KVTransfer(Protocol):
         Returns:
             The bytes that were moved.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class StoreFile:
     """A tensor of a cache, as a file that others can map.
 
     Args:
-        path: the file.
         shape: ``[L, 2, S, K, n]``.
         dtype: its type, as numpy spells an unsigned integer or a float of that size.
     """
@@ -71,7 +68,6 @@ class SharedStores:
     """Makes the tensors of a cache in files below a directory.
 
     Args:
-        directory: in memory if it can be, such as below ``/dev/shm``.
         name: what the files start with.
     """
 
@@ -98,9 +94,9 @@ class SharedStores:
         # A page that finds no room when it is first written to would kill the process.
         require(
             size < free,
-            "kv_tokens: MiB of a shared cache",
-            round(size / 2**20),
-            expected=f"less than the {free / 2**20:,.0f} MiB that are free in {self._directory}",
+            "kv_tokens: a shared cache",
+            human_bytes(size),
+            expected=f"less than the {human_bytes(free)} that are free in {self._directory}",
             hint="give a smaller kv_tokens",
             error=ServeError,
         )
@@ -140,7 +136,6 @@ class MappedCaches:
     def fetch(
         self, source: int, blocks: Sequence[int], own_blocks: Sequence[int], n_tokens: int
     ) -> int:
-        """See :class:`KVTransfer`."""
         stores, block_size = self._others[source]
         there_N = _slots(blocks, block_size, n_tokens)
         here_N = _slots(own_blocks, self._own.block_size, n_tokens)

@@ -26,8 +26,6 @@ from shoal.serve.engine.frames import PRIVATE, encode
 if TYPE_CHECKING:
     from shoal.core.pool import Actor, Pool
 
-__all__ = ["FAILED", "LocalReplica", "PoolReplica", "ReplicaHandle", "ReplicaProcess"]
-
 # s in which a pool must find a place for a replica and start its process.
 _START_S = 600.0
 
@@ -44,26 +42,21 @@ class ReplicaHandle(Protocol):
 
     def ended(self) -> str | None:
         """How it ended; None while it runs."""
-        ...
 
     def terminate(self) -> None:
         """Ask it to end."""
-        ...
 
     def kill(self) -> None:
         """End it now."""
-        ...
 
     def close(self) -> None:
         """End it if it runs, and remove what belongs to it."""
-        ...
 
 
 class ReplicaProcess:
     """The process on the machine where it runs.
 
     Args:
-        number: of the replica.
         start: what it receives: the message ``start``.
         host: address of this machine to listen on; without one, a Unix socket.
 

@@ -11,8 +11,6 @@ from typing import Any
 from shoal.core.errors import ShoalError
 from shoal.serve.engine.process import EngineConnection
 
-__all__ = ["main_of"]
-
 
 def main_of(
     run: Callable[[Mapping[str, Any], EngineConnection], None],

@@ -31,8 +31,6 @@ from shoal.kernel.protocols import Ready
 from shoal.plan.batching.cache.distributed import DistributedBlocks
 from shoal.serve.cache.paged import PagedCache
 
-__all__ = ["Lender", "LenderClient", "LenderLostError"]
-
 _HEAD = struct.Struct("<BxHxxxxQ")
 _WORDS, _ATTEND, _PUT = range(3)
 MAX_FRAME_BYTES = 1 << 30
@@ -290,8 +288,6 @@ class LenderClient:
     """A lender, as a borrower sees it. Whatever fails is a :class:`LenderLostError`.
 
     Args:
-        instance: its number.
-        path: its socket.
         own: number of the borrower.
         form: of the borrower's model and cache.
         timeout_s: s of silence in an answer after which it is lost.

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from shoal.serve.engine.loop import Engine
     from shoal.serve.engine.runner import LocalRunner
 
-__all__ = ["PhaseInstance", "main", "phase_choice"]
-
 
 def phase_choice(role: str, phase: Phase | None) -> Choice:
     """The scheduler of a phase: its own, or that of its name.
@@ -95,12 +93,7 @@ class FetchHook(EngineHook):
 
 
 class PhaseInstance:
-    """One engine of several, at the end of a connection.
-
-    Args:
-        start: the message ``start``.
-        parent: the process that started this one.
-    """
+    """One engine of several, at the end of a connection."""
 
     def __init__(self, start: Mapping[str, Any], parent: EngineConnection) -> None:
         from shoal.serve.engine.build import concrete, engine_of, load_model

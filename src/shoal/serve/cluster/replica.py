@@ -26,8 +26,6 @@ from shoal.serve.engine.frames import Decoder
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.server import ServerOptions, serve_at
 
-__all__ = ["main", "start_message"]
-
 
 def start_message(job: ServeJob, options: ServerOptions) -> dict[str, Any]:
     """What a replica receives when it starts; it runs in a directory of its own."""

@@ -1,6 +1,6 @@
 """Replicas of a server, each a process with an engine of its own: started, watched, replaced.
 
-A replica is asked for its health again and again. One that has gone, or gives no sign of life
+A replica is asked for its health again and again. One that has gone, or does not respond
 for too long, is killed and started again: at once the first time, later after each failure in a
 row before it has answered anything. What it was answering breaks off, which the router sees at
 once.
@@ -24,8 +24,6 @@ from shoal.serve.cluster.hosting import LocalReplica, PoolReplica, ReplicaHandle
 from shoal.serve.cluster.replica import start_message
 from shoal.serve.cluster.upstream import ServerLostError, UpstreamResponse, ask
 from shoal.serve.http.server import ServerOptions
-
-__all__ = ["Replica", "Replicas", "WatchOptions"]
 
 log = logging.getLogger("shoal.serve")
 
@@ -62,8 +60,6 @@ class Replica:
     """One replica: its process, and whether it takes requests.
 
     Args:
-        number: from 0.
-        host: starts its process.
         watch: how it is watched.
         start_s: s that it may take to start.
     """
@@ -163,7 +159,7 @@ class Replica:
             try:
                 self.ready = await self._healthy()
             except TimeoutError:
-                return f"replica {self.number} gives no sign of life"
+                return f"replica {self.number} does not respond"
             self._suspect.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._watch.check_s):

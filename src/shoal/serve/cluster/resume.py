@@ -5,19 +5,19 @@ beginning. What the client has already is left out, once it was seen to be the s
 follows as if nothing had happened. Where it says something else, the client gets an error: numbers
 may differ in their last bits in other company, unless the server runs with ``exact``.
 
-What carries more than text, such as log probabilities or calls of functions, is not resumed.
+What carries more than text, such as log probabilities or calls of functions, is not resumed, and
+nor are typed events, whose numbers and names would begin anew.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.errors import ServeError
-
-__all__ = ["DONE", "DivergedError", "Progress", "resumable", "split_events"]
 
 DONE = b"[DONE]"
 
@@ -29,8 +29,26 @@ class DivergedError(ServeError):
     """Another replica says something else."""
 
 
+# The type of an event that has one is its first field.
+_TYPE = re.compile(rb'\{"type":"([a-z_.]+)"')
+_LAST = frozenset((b"response.completed", b"response.incomplete", b"response.failed", b"error"))
+
+
+def type_of(data: bytes) -> bytes | None:
+    """The type of a typed event, by its data; None for another one."""
+    match = _TYPE.match(data)
+    return match[1] if match else None
+
+
+def is_last(data: bytes) -> bool:
+    """Whether an event with this data is the last of its stream."""
+    return data == DONE or type_of(data) in _LAST
+
+
 def resumable(body: Mapping[str, Any]) -> bool:
     """Whether the stream of a request is text alone."""
+    if "input" in body:  # typed events
+        return False
     given = [body.get(name) for name in _NOT_TEXT]
     return all(value is None or value is False or value == [] for value in given)
 
@@ -40,8 +58,9 @@ def split_events(held: bytearray) -> Iterator[bytes]:
     while (end := held.find(b"\n\n")) >= 0:
         event = bytes(held[:end])
         del held[: end + 2]
-        if event.startswith(b"data: "):
-            yield event[6:]
+        named, _, data = event.partition(b"data: ")
+        if data and (not named or named.startswith(b"event: ")):
+            yield data
 
 
 @dataclass

@@ -22,11 +22,19 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from shoal import __version__
 from shoal.core.errors import ServeError
+from shoal.core.version import __version__
 from shoal.plan.balance.replicas.protocols import Balancer
 from shoal.serve.cluster.replicas import Replica, Replicas
-from shoal.serve.cluster.resume import DONE, DivergedError, Progress, resumable, split_events
+from shoal.serve.cluster.resume import (
+    DONE,
+    DivergedError,
+    Progress,
+    is_last,
+    resumable,
+    split_events,
+    type_of,
+)
 from shoal.serve.cluster.router_metrics import RouterMetrics
 from shoal.serve.cluster.upstream import ServerLostError, UpstreamResponse
 from shoal.serve.engine.crashes import CrashHistory
@@ -39,8 +47,7 @@ from shoal.serve.http.guard import AccessControl
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.openapi import document
 from shoal.serve.http.stream import EventStream, until_gone
-
-__all__ = ["create_router", "prompt_of"]
+from shoal.serve.http.unknown import UnknownFields
 
 # Tries of a request; fewer where engines die of it, see shoal.serve.engine.crashes.
 _ATTEMPTS = 3
@@ -48,7 +55,8 @@ _ATTEMPTS = 3
 _PATIENCE_S = 10.0
 _LOOK_S = 0.02
 
-_STREAMS = ("/v1/completions", "/v1/chat/completions")
+_TYPED = "/v1/responses"  # whose events have types, and say which is the last
+_STREAMS = ("/v1/completions", "/v1/chat/completions", _TYPED)
 _PASSED_ON = ("content-type", "retry-after", "cache-control")
 _BUSY = (429, 503)
 # In the error event of a stream whose engine died.
@@ -65,10 +73,12 @@ def prompt_of(body: Mapping[str, Any]) -> tuple[str | Sequence[int], str]:
     given = body.get("prompt")
     if isinstance(given, list) and given and isinstance(given[0], (str, list)):
         given = given[0]  # of several prompts, the first
-    messages = body.get("messages")
+    messages = body.get("messages", body.get("input"))
+    if isinstance(messages, str):
+        messages = [messages]
     if isinstance(messages, list):
         # The template comes with the model. Alike beginnings of chats are alike here, too.
-        given = json.dumps([body.get("tools"), *messages])
+        given = json.dumps([body.get("tools"), body.get("instructions"), *messages])
     salt = body.get("cache_salt")
     if isinstance(given, list) and not all(type(token) is int for token in given):
         given = ""
@@ -159,6 +169,7 @@ class _Router:
         self._limits = limits
         self._metrics = metrics
         self._deaths = CrashHistory()
+        self._unknown = UnknownFields(limits)
 
     async def health(self) -> Response:
         """200 while any replica takes requests."""
@@ -187,6 +198,7 @@ class _Router:
         data = await read_bytes(request, self._limits)
         key = hashlib.blake2b(request.url.path.encode() + data, digest_size=16).digest()
         body = await parsed(data, self._limits)
+        self._unknown.note(request, body)
         path = request.url.path
         # Only these leave something in a cache, or find it there.
         prompt, salt = prompt_of(body) if path in _STREAMS else ("", "")
@@ -253,7 +265,8 @@ class _Router:
                 raise
             error = _broken(cause) if isinstance(cause, DivergedError) else as_api_error(cause)
             yield _event(json.dumps(error_body(error)).encode())
-        yield _event(DONE)
+        if asked.target != _TYPED:
+            yield _event(DONE)
 
     @contextlib.asynccontextmanager
     async def _ask(self, replica: Replica, asked: _Asked) -> AsyncGenerator[UpstreamResponse, None]:
@@ -388,13 +401,16 @@ async def _events(answered: UpstreamResponse, progress: Progress) -> AsyncGenera
         for data in split_events(held):
             if data == DONE:
                 return
-            if data.startswith(b'{"error"') and _DIED in data:
+            if data.startswith((b'{"error"', b'{"type":"error"')) and _DIED in data:
                 raise ServerLostError("its engine died")
             new = progress.take(data)
             if new is not None:
                 yield _event(new)
+            if is_last(data):
+                return
     raise ServerLostError("its stream ended in the middle")
 
 
 def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+    kind = type_of(data)
+    return (b"event: " + kind + b"\n" if kind else b"") + b"data: " + data + b"\n\n"

@@ -18,8 +18,6 @@ from prometheus_client.registry import Collector
 from shoal.core.errors import ServeError
 from shoal.serve.cluster.replicas import Replica, Replicas
 
-__all__ = ["ROUTER_METRICS", "RouterMetrics"]
-
 _PREFIX = "shoal:"
 _LABEL = "model_name"
 _REPLICA = "replica"
@@ -48,10 +46,8 @@ class _Replicas(Collector):
 
     def collect(self) -> Iterable[Metric]:
         labels = [_LABEL, _REPLICA]
-        up = GaugeMetricFamily(_PREFIX + _UP, "1 while it takes requests.", labels=labels)
-        restarts = CounterMetricFamily(
-            _PREFIX + _RESTARTS, "How often it was started again.", labels=labels
-        )
+        up = GaugeMetricFamily(_PREFIX + _UP, "1 while it accepts requests.", labels=labels)
+        restarts = CounterMetricFamily(_PREFIX + _RESTARTS, "Number of restarts.", labels=labels)
         for replica in self._replicas.all:
             values = [self._model, str(replica.number)]
             up.add_metric(values, float(replica.ready))
@@ -79,12 +75,7 @@ class _Page(Collector):
 
 
 class RouterMetrics:
-    """Counters of a router.
-
-    Args:
-        replicas: behind it.
-        model: what the model is called in requests.
-    """
+    """Counters of a router."""
 
     def __init__(self, replicas: Replicas, model: str) -> None:
         self._replicas = replicas
@@ -94,20 +85,20 @@ class RouterMetrics:
             _PREFIX + _HTTP, "HTTP requests.", (_LABEL, "route", "status"), registry=registry
         )
         self._asked = Counter(
-            _PREFIX + _ASKED, "Requests passed on.", (_LABEL, _REPLICA), registry=registry
+            _PREFIX + _ASKED, "Forwarded requests.", (_LABEL, _REPLICA), registry=registry
         )
         # A replica that was never asked counts 0, so that a rate has a point to start from.
         for replica in replicas.all:
             self._asked.labels(model, str(replica.number))
         self.retried = Counter(
             _PREFIX + _RETRIED,
-            "Times that a request was asked again, at another replica.",
+            "Requests retried at another replica.",
             (_LABEL,),
             registry=registry,
         ).labels(model)
         self.resumed = Counter(
             _PREFIX + _RESUMED,
-            "Streams that went on at another replica.",
+            "Streams continued at another replica.",
             (_LABEL,),
             registry=registry,
         ).labels(model)

@@ -13,8 +13,6 @@ import h11
 
 from shoal.core.errors import ServeError
 
-__all__ = ["ServerLostError", "Tcp", "UpstreamResponse", "ask"]
-
 _READ_BYTES = 2**16
 _HEADERS = 2**16
 _CONNECT_S = 30.0
@@ -46,8 +44,6 @@ class Tcp:
     """Where a server listens, for other machines too.
 
     Args:
-        host: name or address.
-        port: of it.
         tls: whether it speaks TLS, with a certificate that is checked.
     """
 
@@ -77,7 +73,6 @@ class UpstreamResponse:
     """An answer whose head is there and whose body is still to come.
 
     Args:
-        status: HTTP status.
         headers: names in lower case.
         pieces: bytes of the body as they come; ServerLostError if they break off.
     """

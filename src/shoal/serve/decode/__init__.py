@@ -21,7 +21,7 @@ SPECULATORS = PartTable(
         "ppd": "shoal.serve.decode.heads.ppd:PpdSpeculative",
     },
     about=(
-        "Who guesses several tokens a step, which the model verifies. Chosen by the key "
+        "Speculative decoding: what proposes the tokens that the model verifies. Chosen by the key "
         "`speculative` of a serving job."
     ),
     protocol="shoal.serve.decode.protocols:Speculator",
@@ -36,7 +36,7 @@ ACCEPTANCES = PartTable(
         "typical": "shoal.serve.decode.accept.typical:Typical",
     },
     about=(
-        "Which guessed tokens hold. Chosen by `accept` of a part of kind "
+        "How draft tokens are accepted. Chosen by `accept` of a part of kind "
         "[speculative](#speculative)."
     ),
     protocol="shoal.serve.decode.protocols:Acceptance",
@@ -49,7 +49,7 @@ DECODES = PartTable(
         "diffusion": "shoal.serve.decode.diffusion.part:Diffusion",
         "hogwild": "shoal.serve.decode.hogwild.part:Hogwild",
     },
-    about="How scores become text. Chosen by the key `decode` of a serving job.",
+    about="How tokens are decoded from scores. Chosen by the key `decode` of a serving job.",
     protocol="shoal.serve.decode.protocols:DecodePart",
 )
 
@@ -61,7 +61,7 @@ HOGWILD_LAYOUTS = PartTable(
         "combined": "shoal.serve.decode.hogwild.combined:CombinedLayout",
     },
     about=(
-        "What a concurrent worker sees, in which order. Chosen by `layout` of `decode: "
+        "What a concurrent worker sees, and in which order. Chosen by `layout` of `decode: "
         "hogwild` in a serving job."
     ),
     protocol="shoal.serve.decode.hogwild.protocols:HogwildLayout",

@@ -10,8 +10,6 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
 
-__all__ = ["Autoregressive"]
-
 
 @part
 class Autoregressive:
@@ -20,11 +18,9 @@ class Autoregressive:
     traits: ClassVar[frozenset[str]] = frozenset({"token_by_token"})
 
     def factory(self) -> str | None:
-        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
         return None
 
     def check(self, config: ModelConfig) -> None:
-        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
         require(
             config.causal,
             "decode",

@@ -23,15 +23,9 @@ from shoal.serve.engine.runner import FlatModel
 if TYPE_CHECKING:
     from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["SpeculationHook", "speculate", "speculative_runner"]
-
 
 def acceptance(choice: Choice, *, lossless: bool = False) -> Acceptance:
     """The rule that a speculator names.
-
-    Args:
-        choice: of it.
-        lossless: of the job.
 
     Raises:
         ConfigError: it changes what the model would say, and the job does not allow that.
@@ -49,10 +43,6 @@ def acceptance(choice: Choice, *, lossless: bool = False) -> Acceptance:
 
 def speculative_runner(built: EngineBuilder, options: dict[str, Any]) -> SpeculativeRunner:
     """The runner of a job that guesses.
-
-    Args:
-        built: the engine so far.
-        options: of the runner.
 
     Raises:
         ShoalError: the drafter's files are missing, or were made for another model.
@@ -83,11 +73,7 @@ def speculative_runner(built: EngineBuilder, options: dict[str, Any]) -> Specula
 
 
 class SpeculationHook(EngineHook):
-    """Refuses what an acceptance rule cannot decide, and counts guesses.
-
-    Args:
-        runner: that guesses.
-    """
+    """Refuses what an acceptance rule cannot decide, and counts guesses."""
 
     kind: ClassVar[str] = "speculation"
 
@@ -96,7 +82,6 @@ class SpeculationHook(EngineHook):
         self._trees = self._guesses = self._right = 0
 
     def check(self, request: Request) -> None:
-        """See :meth:`~shoal.serve.decode.protocols.Acceptance.check`."""
         self._runner.accept.check(request.params)
 
     def committed(self, done: ExecutedStep, outputs: Sequence[Output]) -> None:
@@ -108,7 +93,6 @@ class SpeculationHook(EngineHook):
                 self._right += len(done.result.tokens[request_id]) - 1
 
     def metrics(self) -> Mapping[str, float]:
-        """Counters since the start."""
         return {
             "draft_trees_total": self._trees,
             "draft_tokens_total": self._guesses,

@@ -20,8 +20,6 @@ from shoal.model.attention import Mixer
 from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.protocols import TokenTree, branches
 
-__all__ = ["CapturedRows", "Recordable", "RecordedPass", "Recordings", "TreeRows"]
-
 # Steps of more rows take so long that asking the kernels is little beside.
 _MOST = 64
 _ALONE = branches((-1,))
@@ -33,19 +31,15 @@ class Recordable(Protocol):
     @property
     def weight(self) -> Tensor:
         """The embedding."""
-        ...
 
     def through(self, x_ND: Tensor, position_N: Tensor, mixer: Mixer) -> tuple[Tensor, Tensor]:
         """See :meth:`~shoal.model.transformer.Transformer.through`."""
-        ...
 
     def finished(self, x_ND: Tensor, branch_ND: Tensor) -> Tensor:
         """See :meth:`~shoal.model.transformer.Transformer.finished`."""
-        ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Scores [R, V]."""
-        ...
 
 
 class RecordedPass(Protocol):
@@ -54,19 +48,15 @@ class RecordedPass(Protocol):
     @property
     def result(self) -> Tensor:
         """Scores [N, V], where they are written."""
-        ...
 
     def play(self) -> bool:
         """Compute again; False where a kernel refused what its inputs hold now."""
-        ...
 
 
 class TreeRows(NamedTuple):
     """Rows of one request: some or all of a tree, or tokens one after the other.
 
     Args:
-        tokens: of the rows.
-        blocks: of the request.
         start: place of the first row's keys and values; the others follow.
         root: place from which on rows see only what is marked for them.
         depth: [rows] how far behind the root each token stands.
@@ -132,7 +122,6 @@ class Recordings:
 
     Args:
         model: whole, in this process; its weights stay where they are.
-        cache: its own.
         attention: kernel of ``paged_attention`` that reads trees.
         longest: most tokens of a request, guesses included.
     """

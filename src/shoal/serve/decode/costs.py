@@ -22,8 +22,6 @@ from shoal.plan.trees.drafting import RowCosts
 from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree, branches
 from shoal.serve.decode.runner import SpeculativeRunner
 
-__all__ = ["measure_costs"]
-
 log = logging.getLogger("shoal.serve")
 
 _ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
@@ -36,11 +34,7 @@ _SEVERAL, _NODES = 4, 3
 
 
 class _Known:
-    """A drafter that takes no time: the same chain for every request.
-
-    Args:
-        tree: the chain.
-    """
+    """A drafter that takes no time: the same chain for every request."""
 
     needs: ClassVar[Needs] = "nothing"
 
@@ -48,14 +42,12 @@ class _Known:
         self._tree = tree
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         return [self._tree] * len(guesses)
 
     def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """Nothing."""
 
     def memory_bytes(self) -> int:
-        """None."""
         return 0
 
 

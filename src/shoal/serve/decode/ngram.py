@@ -18,13 +18,11 @@ from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.core.traits import traits
-from shoal.ir import MAX_NODES, Expectation, Machine, ServeJob, ServeWork
+from shoal.ir import MAX_NODES, Expectation, Machine, Request, ServeJob, ServeWork
+from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree, branches
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
-    from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree
-
-__all__ = ["Ngram", "NgramDrafter"]
 
 # Share of the tokens that a guess from the text itself gets right, before anything is known of
 # the text: what is seen of a workload soon replaces it.
@@ -62,7 +60,6 @@ class Ngram:
             yield cls()
 
     def expects(self) -> Expectation:
-        """See :class:`~shoal.serve.decode.protocols.Speculator`."""
         shares = [_PRIOR**level for level in range(self.nodes + 1)]
         return Expectation(
             tokens=tuple(accumulate(shares)),
@@ -70,7 +67,6 @@ class Ngram:
         )
 
     def drafter(self, job: ServeJob, model: Transformer) -> NgramDrafter:
-        """See :class:`~shoal.serve.decode.protocols.Speculator`."""
         return NgramDrafter(self.longest, self.shortest, self.nodes)
 
 
@@ -119,10 +115,7 @@ class NgramDrafter:
         self._known = RequestHistory(lambda request: _Known(request, lengths))
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         import numpy as np
-
-        from shoal.serve.decode.protocols import TokenTree, branches
 
         results: list[TokenTree | None] = []
         known = self._known.of([guess.request for guess in guesses])
@@ -142,7 +135,6 @@ class NgramDrafter:
         """Nothing: the tokens are all there is."""
 
     def memory_bytes(self) -> int:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`; an index of a thousand tokens."""
         return 300 * 1000
 
 
@@ -150,8 +142,6 @@ class _Known:
     """What is known of one request."""
 
     def __init__(self, request: object, lengths: range) -> None:
-        from shoal.ir import Request
-
         assert isinstance(request, Request)
         self.request = request
         self.index = _Index(lengths)

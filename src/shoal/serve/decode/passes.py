@@ -16,8 +16,6 @@ import numpy as np
 from shoal.ir import TreeSpec
 from shoal.serve.decode.protocols import TokenTree, branches
 
-__all__ = ["DecodePass", "TreePasses"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodePass:
@@ -51,7 +49,6 @@ class TreePasses:
 
     Attributes:
         passes: in order.
-        rows: of all of them that read nodes.
     """
 
     def __init__(self, spec: TreeSpec, k: int) -> None:

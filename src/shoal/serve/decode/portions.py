@@ -22,8 +22,6 @@ from shoal.serve.engine.hooks import EngineHook, ForwardPass
 if TYPE_CHECKING:
     from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["SharesHook", "StreamsHook", "shares_of", "streams_of"]
-
 
 def _salted(request: Request, word: str) -> None:
     if word not in request.salt:
@@ -31,11 +29,7 @@ def _salted(request: Request, word: str) -> None:
 
 
 class StreamsHook(EngineHook):
-    """Computes each request by as many streams as it asks for.
-
-    Args:
-        model: with parallel streams.
-    """
+    """Computes each request by as many streams as it asks for."""
 
     kind: ClassVar[str] = "streams"
 
@@ -43,16 +37,13 @@ class StreamsHook(EngineHook):
         self._model, self._most = model, model.config.architecture.streams.num
 
     def facts(self) -> Mapping[str, Any]:
-        """Streams of the model."""
         return {"streams": self._most}
 
     def check(self, request: Request) -> None:
-        """Keep requests of fewer streams apart in the cache."""
         if request.params.streams is not None:
             _salted(request, f"streams={request.params.streams}")
 
     def around(self, work: ForwardPass) -> AbstractContextManager[None]:
-        """Within, each row is computed by the streams of its request."""
         if all(chunk.request.params.streams is None for chunk in work.chunks):
             return nullcontext()
         counts = torch.tensor([one.request.params.streams or self._most for one in work.chunks])
@@ -73,7 +64,6 @@ class SharesHook(EngineHook):
         self._model, self._ffn = model, model.config.architecture.ffn
 
     def facts(self) -> Mapping[str, Any]:
-        """That requests may ask for a share."""
         return {"shares": True}
 
     def check(self, request: Request) -> None:
@@ -82,7 +72,6 @@ class SharesHook(EngineHook):
             _salted(request, f"compute={request.params.compute!r}")
 
     def around(self, work: ForwardPass) -> AbstractContextManager[None]:
-        """Within, each row takes the share of its request."""
         if all(chunk.request.params.compute is None for chunk in work.chunks):
             return nullcontext()
         shifts = [self._ffn.shift(chunk.request.params.compute) for chunk in work.chunks]

@@ -33,23 +33,6 @@ if TYPE_CHECKING:
     from shoal.serve.cache.paged import PagedCache
     from shoal.serve.decode.dovetail.layers import LaterCache, LaterLayers
 
-__all__ = [
-    "Acceptance",
-    "AcceptedTokens",
-    "Adjustable",
-    "Branches",
-    "DecodePart",
-    "Drafter",
-    "Guess",
-    "HostingDrafter",
-    "Needs",
-    "Path",
-    "PromptRows",
-    "Speculator",
-    "TokenTree",
-    "branches",
-]
-
 Needs = Literal["nothing", "last", "all"]
 """Final hidden states that a drafter wants: none, of the row that chose the root, or of all."""
 
@@ -135,7 +118,6 @@ class AcceptedTokens(NamedTuple):
     """What is certain now: tokens of a request from ``start`` on are computed.
 
     Args:
-        request: whose; its next tokens are not among its ``tokens`` yet.
         start: place of the first of them.
         tokens: these tokens.
         hidden: their final hidden states [T, D]; of the last one alone, or None, as the drafter
@@ -170,7 +152,6 @@ class Drafter(Protocol):
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
         """A tree for each; None where nothing is guessed."""
-        ...
 
     def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """These tokens are certain, for requests that guess or may later.
@@ -178,11 +159,9 @@ class Drafter(Protocol):
         Called after every step with a prompt or with requests that were to guess; of other steps
         only to a drafter that needs all states. What is missing it must notice.
         """
-        ...
 
     def memory_bytes(self) -> int:
         """Bytes of its weights and of what it keeps for one request's thousand tokens."""
-        ...
 
 
 @runtime_checkable
@@ -194,11 +173,9 @@ class Adjustable(Protocol):
 
     def ways(self) -> Sequence[Sequence[float]]:
         """Of each: tokens that a step is expected to give with 0, 1, ... nodes."""
-        ...
 
     def take(self, way: int) -> None:
         """Guess in this way from now on."""
-        ...
 
 
 @runtime_checkable
@@ -215,7 +192,6 @@ class HostingDrafter(Protocol):
             model: the target, whole; it keeps its layers.
             cache: of all of them.
         """
-        ...
 
 
 class Acceptance(Protocol):
@@ -229,7 +205,6 @@ class Acceptance(Protocol):
         Raises:
             ServeError: names its parameter.
         """
-        ...
 
     def walk(
         self, trees: Sequence[TokenTree], requests: Sequence[Request], logits_NV: Tensor
@@ -241,7 +216,6 @@ class Acceptance(Protocol):
             requests: whose they are.
             logits_NV: scores of what comes after each row.
         """
-        ...
 
 
 class Speculator(Protocol):
@@ -254,7 +228,6 @@ class Speculator(Protocol):
     @property
     def accept(self) -> Choice:
         """The acceptance rule."""
-        ...
 
     def expects(self) -> Expectation:
         """What it is expected to do, from its files alone; needs no torch.
@@ -262,19 +235,13 @@ class Speculator(Protocol):
         Raises:
             ShoalError: they are missing or damaged.
         """
-        ...
 
     def drafter(self, job: ServeJob, model: Transformer) -> Drafter:
         """The drafter, ready.
 
-        Args:
-            job: what is served.
-            model: the target, ready to serve.
-
         Raises:
             ShoalError: its files are missing, or were made for another model.
         """
-        ...
 
 
 class DecodePart(Protocol):
@@ -286,7 +253,6 @@ class DecodePart(Protocol):
         Returns:
             None: it is built as the rest of the job says.
         """
-        ...
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a model that cannot be decoded in this way.
@@ -294,4 +260,3 @@ class DecodePart(Protocol):
         Raises:
             ServeError: names the way that can.
         """
-        ...

@@ -23,17 +23,11 @@ from shoal.serve.engine.runner import FlatModel, FlatTokens, LocalRunner, slots
 from shoal.serve.engine.sampler import log_probabilities
 from shoal.serve.engine.token_choice import NOT_FINITE, choose_rows
 
-__all__ = ["SpeculativeRunner"]
-
 
 class SpeculativeRunner(LocalRunner):
     """Computes steps as its base does, and lets decodes that have room guess.
 
     Args:
-        model: the target.
-        cache: its own.
-        drafter: guesses.
-        accept: which guesses hold.
         recorded: computes steps of decodes alone by recordings; None computes all the same way.
         **options: of :class:`~shoal.serve.engine.runner.LocalRunner`; a hook that replays
             passes is for steps without guesses.
@@ -68,7 +62,7 @@ class SpeculativeRunner(LocalRunner):
         )
 
     def _compute(self, step: Step) -> StepResult:
-        if any(chunk.request.params.pooling for chunk in step.chunks):
+        if any(_reads_prompt(chunk) for chunk in step.chunks):
             return super()._compute(step)  # of which the drafter then has seen nothing
         if self._silent(step):
             return super()._compute(step)
@@ -339,3 +333,10 @@ class SpeculativeRunner(LocalRunner):
                 hint="the drafter must keep to what it is asked for",
                 error=ServeError,
             )
+
+
+def _reads_prompt(chunk: Chunk) -> bool:
+    """Whether hidden states of the chunk are wanted beside that of its last token."""
+    params = chunk.request.params
+    scored = params.prompt_logprobs is not None and chunk.start < chunk.request.n_prompt
+    return params.pooling is not None or scored

@@ -21,8 +21,6 @@ from shoal.ir import Request, SamplingParams
 from shoal.serve.engine.hooks import EngineHook, EngineHooks
 from shoal.serve.text.grammar import Grammars
 
-__all__ = ["Adjuster", "PenaltyHook", "RequestHistory"]
-
 # Requests that are remembered besides those of the last step.
 _REMEMBERED = 256
 
@@ -130,7 +128,6 @@ class PenaltyHook(EngineHook):
     def adjust(
         self, scores_RV: Tensor, rows: Sequence[int], requests: Sequence[Request]
     ) -> Mapping[str, str]:
-        """See :class:`~shoal.serve.engine.hooks.EngineHook`."""
         results = [(row, requests[row]) for row in rows]
         scored = [(row, a) for row, a in results if a.params.logit_bias or _counts(a.params)]
         if scored:

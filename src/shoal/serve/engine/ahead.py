@@ -16,17 +16,9 @@ from shoal.plan.batching.schedulers.ahead import AheadScheduler, OpenScheduler
 from shoal.serve.engine.hooks import EngineHook
 from shoal.serve.engine.loop import Engine
 
-__all__ = ["AheadEngine"]
-
 
 class AheadEngine(Engine):
-    """Requests in, tokens out, by a runner that takes steps before earlier ones are over.
-
-    Args:
-        scheduler: decides what runs.
-        runner: computes it.
-        **options: of :class:`~shoal.serve.engine.loop.Engine`.
-    """
+    """Requests in, tokens out, by a runner that takes steps before earlier ones are over."""
 
     def __init__(self, scheduler: OpenScheduler, runner: QueuedRunner, **options: Any) -> None:
         super().__init__(scheduler, runner, **options)

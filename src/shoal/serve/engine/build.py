@@ -13,6 +13,7 @@ import torch
 from shoal.core.errors import ServeError, require
 from shoal.core.measure import num_cores
 from shoal.core.parts import load_object, table
+from shoal.core.sizes import human_bytes
 from shoal.core.traits import traits
 from shoal.ir import (
     CompactingKVManager,
@@ -50,19 +51,6 @@ from shoal.serve.decode.runner import SpeculativeRunner
 from shoal.serve.engine.loop import Engine
 from shoal.serve.engine.runner import LocalRunner
 from shoal.train.allocator import keep_freed_memory
-
-__all__ = [
-    "DTYPES",
-    "EngineBuilder",
-    "attention_kernel",
-    "build_engine",
-    "cache_of",
-    "concrete",
-    "engine_of",
-    "load_model",
-    "positions",
-    "prepare",
-]
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -273,7 +261,7 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
         0 < tokens * size <= room,
         "kv_tokens",
         tokens,
-        expected=f"at most {room // size}: a token takes {size} bytes, and {room / 2**20:,.0f} MiB "
+        expected=f"at most {room // size}: a token takes {size} bytes, and {human_bytes(room)} "
         "are free",
         hint="give a smaller kv_tokens or a smaller model",
         error=ServeError,
@@ -284,7 +272,7 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
         "host_tokens",
         host_tokens,
         expected=f"at most {room // size - tokens} beside a cache of {tokens}: a token takes "
-        f"{size} bytes, and {room / 2**20:,.0f} MiB are free",
+        f"{size} bytes, and {human_bytes(room)} are free",
         hint="give a smaller host_tokens",
         error=ServeError,
     )
@@ -306,6 +294,7 @@ _HOOKS = (
     "shoal.serve.decode.portions:shares_of",
     "shoal.serve.adapters.hook:adapters_of",
     "shoal.serve.engine.pooling:pooling_of",
+    "shoal.serve.engine.prompt_logprobs:prompt_logprobs_of",
     "shoal.serve.engine.captured:captured_of",
     "shoal.serve.text.grammar:grammars_of",
 )
@@ -316,8 +305,6 @@ class EngineBuilder:
     """An engine that is being built, as seen by the code that makes its hooks.
 
     Args:
-        job: concrete.
-        model: ready to serve.
         kv: books of the cache.
         limits: of the scheduler.
         cache: tensors of the cache.

@@ -25,8 +25,6 @@ from shoal.serve.engine.hooks import EngineHook, ForwardPass
 if TYPE_CHECKING:
     from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["CapturedModel", "captured_of", "recordable"]
-
 # Steps of more tokens take so long that asking the kernels is little beside.
 _MOST = 64
 
@@ -75,11 +73,11 @@ class CapturedModel(EngineHook):
         self._model, self._cache, self._attention = model, cache, attention
         self._weight = model.weight  # a look-up of every module is saved in every step
         self._longest = longest
-        self._forget(None)
+        self._forget(0)
 
-    def _forget(self, merged: str | None) -> None:
-        """Begin anew, for weights into which an adapter of this name is merged."""
-        self._merged = merged
+    def _forget(self, version: int) -> None:
+        """Begin anew, for another version of the weights."""
+        self._version = version
         self._seen: set[int] = set()
         self._inputs: dict[int, _Inputs] = {}
         self._tapes: dict[int, Tape] = {}
@@ -91,8 +89,8 @@ class CapturedModel(EngineHook):
 
     def replay(self, work: ForwardPass) -> Tensor | None:
         """Logits [N, V] of the tokens of a pass; None where it must be computed as others are."""
-        if work.merged != self._merged:
-            self._forget(work.merged)
+        if work.version != self._version:
+            self._forget(work.version)
         chunks = work.chunks
         rows = len(chunks)
         if rows in self.reasons or rows > _MOST or chunks[0].stop > self._longest:

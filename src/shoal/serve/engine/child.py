@@ -14,8 +14,6 @@ from shoal.core.errors import ServeError
 from shoal.serve.engine.frames import PRIVATE, Decoder, encode
 from shoal.serve.ranks.spinning import spin_briefly
 
-__all__ = ["Child", "readable"]
-
 _READ_BYTES = 2**20
 # s without a word from a process that is waited for, or without room for what it is sent.
 _SILENT_S = 600.0

@@ -20,6 +20,7 @@ from shoal.ir.serve_job import ServeJob
 from shoal.ir.serving import Output, Request
 from shoal.serve.engine.crashes import CrashHistory
 from shoal.serve.engine.failure import (
+    ENDS,
     EngineDownError,
     RefusedError,
     RequestFailedError,
@@ -47,7 +48,6 @@ log = logging.getLogger("shoal.serve")
 
 # An engine that ran so long, or answered a request, has not failed "again".
 _STEADY_S = 60.0
-_ENDS = {"refused": RefusedError, "error": RequestFailedError}
 
 
 class EngineClient:
@@ -169,8 +169,8 @@ class EngineClient:
         if kind == "outputs":
             for raw in message["outputs"]:
                 self._put(unpack_output(raw))
-        elif kind in _ENDS:
-            self._fail(message["id"], _ENDS[kind](message["message"]))
+        elif kind in ENDS:
+            self._fail(message["id"], ENDS[kind](message["message"]))
         elif kind == "pong":
             self.last_stats = message["stats"]
         else:

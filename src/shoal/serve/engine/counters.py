@@ -8,8 +8,6 @@ from typing import ClassVar
 from shoal.ir import Output, Step
 from shoal.serve.engine.hooks import EngineHook, ExecutedStep
 
-__all__ = ["CountersHook"]
-
 
 class CountersHook(EngineHook):
     """Counts steps, seconds, tokens and preemptions, and says when requests begin."""

@@ -19,8 +19,6 @@ from shoal.ir.serving import Request, SamplingParams
 from shoal.serve.engine.failure import RequestFailedError
 from shoal.serve.engine.hooks import ClientHook
 
-__all__ = ["MOST_DEATHS", "CrashHistory", "key_of"]
-
 MOST_DEATHS = 2
 """Deaths of engines after which a request is not tried again."""
 
@@ -65,17 +63,14 @@ class CrashHistory(ClientHook):
         return bool(self._met)
 
     def opening(self, request: Request) -> None:
-        """See :meth:`check`."""
         if self:
             self.check(_key(request))
 
     def answered(self, request: Request) -> None:
-        """See :meth:`served`."""
         if self:
             self.served(_key(request))
 
     def lost(self, requests: Sequence[Request], restarts: int) -> None:
-        """See :meth:`died`."""
         self.died(map(_key, requests), restarts)
 
     def died(self, keys: Iterable[bytes], which: Hashable) -> None:

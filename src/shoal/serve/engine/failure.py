@@ -12,15 +12,6 @@ from shoal.ir import Chunk
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "EngineDownError",
-    "RefusedError",
-    "RequestFailedError",
-    "SlowReaderError",
-    "errors_of_step",
-    "failure",
-]
-
 log = logging.getLogger("shoal.serve")
 
 
@@ -49,6 +40,10 @@ class RefusedError(ServeError):
 
 class SlowReaderError(ServeError):
     """A stream whose reader does not keep up; its request was aborted."""
+
+
+# Kind of an engine's message that ends a request -> the error.
+ENDS: dict[str, type[ServeError]] = {"refused": RefusedError, "error": RequestFailedError}
 
 
 def failure(cause: BaseException) -> str:

@@ -16,8 +16,6 @@ from typing import Any
 
 from shoal.core.errors import ServeError
 
-__all__ = ["MAX_FRAME_BYTES", "PRIVATE", "Decoder", "encode"]
-
 PRIVATE = frozenset({"SHOAL_API_KEY"})
 """Variables of the server that are not for its children."""
 

@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from shoal.serve.cache.paged import PagedCache
     from shoal.serve.engine.loop import Engine
 
-__all__ = [
-    "ORDER",
-    "ClientHook",
-    "EngineHook",
-    "EngineHooks",
-    "ExecutedStep",
-    "ForwardPass",
-    "beside",
-]
-
 ORDER = (
     # In the client, alone: what engines have died of is refused before it is sent to one.
     "crashes",
@@ -59,7 +49,9 @@ ORDER = (
     "adapters",
     # Independent of adapters: these say whose rows are, pooling says which rows are needed.
     "pooling",
-    # Replays a pass that neither adapters nor pooling have marked.
+    # Independent of pooling, whose rows come before its own.
+    "prompt_logprobs",
+    # Replays a pass that none of the three above has marked.
     "recording",
     # Changes the scores of a pass, replayed or computed.
     "penalties",
@@ -81,7 +73,6 @@ class ExecutedStep:
 
     Args:
         step: as it was executed, or as it was planned where several steps are under way.
-        result: what it gave.
         started: s, when it was planned, or when the step before it was over.
         now: s, when its result was there.
     """
@@ -104,7 +95,7 @@ class ForwardPass:
             followed by a new token, then what hooks append.
         needed: the same as a tensor; None for all rows in their order.
         plain: whether a recording of the model alone gives the same.
-        merged: name of what was merged into the weights, on which recordings depend.
+        version: of the weights, on which recordings depend.
     """
 
     chunks: Sequence[Chunk]
@@ -113,7 +104,7 @@ class ForwardPass:
     rows: list[int] = field(default_factory=list)
     needed: Tensor | None = None
     plain: bool = True
-    merged: str | None = None
+    version: int = 0
 
 
 class EngineHook(Hook):
@@ -198,7 +189,7 @@ class EngineHook(Hook):
         return frozenset()
 
     def before_pass(self, work: ForwardPass) -> None:
-        """A pass over ``work.chunks`` begins; may say that it is not ``plain``, or ``merged``."""
+        """A pass over ``work.chunks`` begins; may say it is not ``plain``, and its ``version``."""
 
     def replay(self, work: ForwardPass) -> Tensor | None:
         """Scores [R, V] of a whole pass; None where it must be computed. The first one counts."""
@@ -258,9 +249,6 @@ class ClientHook(Hook):
 class EngineHooks(Hooks[_H]):
     """Hooks in the order of :data:`ORDER`.
 
-    Args:
-        hooks: to register.
-
     Raises:
         ConfigError: see :meth:`add`.
     """
@@ -272,7 +260,6 @@ class EngineHooks(Hooks[_H]):
             self.add(hook)
 
     def add(self, hook: _H) -> None:
-        """See :meth:`Hooks.add`."""
         super().add(hook)
         self._acting.clear()
 

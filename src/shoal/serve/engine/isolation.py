@@ -13,8 +13,6 @@ from shoal.plan.batching.common import Queues
 from shoal.serve.engine.failure import failure
 from shoal.serve.engine.hooks import EngineHook, ExecutedStep
 
-__all__ = ["IsolationHook"]
-
 log = logging.getLogger("shoal.serve")
 
 
@@ -24,7 +22,6 @@ class _Checked(Protocol):
 
     def check_integrity(self, requests: Mapping[str, Request]) -> None:
         """AssertionError where they differ."""
-        ...
 
 
 class IsolationHook(EngineHook):

@@ -21,8 +21,6 @@ from shoal.serve.engine.frames import PRIVATE, encode
 from shoal.serve.engine.process import DEFAULT_FACTORY
 from shoal.serve.ranks.spinning import spin_briefly
 
-__all__ = ["EngineLog", "EngineProcess", "launch"]
-
 log = logging.getLogger("shoal.serve")
 
 _TAIL_LINES = 40
@@ -91,11 +89,7 @@ def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> EngineProcess:
 
 
 class EngineLog:
-    """What an engine prints: it goes to the log, and the end of it is remembered.
-
-    Args:
-        process: whose.
-    """
+    """What an engine prints: it goes to the log, and the end of it is remembered."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -105,7 +99,7 @@ class EngineLog:
     def last(self) -> str:
         """To be added to an error; nothing if it printed nothing."""
         words = "\n".join(self._tail).strip()
-        return f"; its last words:\n{words}" if words else ""
+        return f"; its last output:\n{words}" if words else ""
 
     async def finish(self) -> None:
         """Wait for the end of what a killed engine printed, before its pipe is closed."""

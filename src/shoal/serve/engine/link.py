@@ -13,8 +13,6 @@ from shoal.serve.engine.frames import Decoder, encode
 from shoal.serve.engine.launch import EngineLog, EngineProcess
 from shoal.serve.http.client_options import ClientOptions
 
-__all__ = ["EngineLink", "ModelInfo", "connect"]
-
 _READ_BYTES = 2**18
 
 
@@ -37,6 +35,13 @@ class ModelInfo:
     workers: int = 1
     streams: int = 1
     shares: bool = False
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> ModelInfo:
+        """From what :func:`~shoal.serve.engine.process.describe` gives; the rest is left out."""
+        result = {**message, "eos_ids": frozenset(message["eos_ids"])}
+        names = [one.name for one in fields(cls) if one.name in result]
+        return cls(**{name: result[name] for name in names})
 
 
 class EngineLink:
@@ -87,9 +92,7 @@ class EngineLink:
             for message in self._decoder.feed(data):
                 if message["kind"] == "failed":
                     raise ServeError(message["message"])
-                result = {**message, "eos_ids": frozenset(message["eos_ids"])}
-                names = [one.name for one in fields(ModelInfo) if one.name in result]
-                return ModelInfo(**{name: result[name] for name in names})
+                return ModelInfo.of(message)
         self.launched.process.kill()
         await self._words.finish()
         raise ServeError(f"the engine died while it loaded{self._words.last}")

@@ -17,26 +17,21 @@ from shoal.serve.engine.hooks import EngineHook, EngineHooks, ExecutedStep
 from shoal.serve.engine.isolation import IsolationHook
 from shoal.serve.engine.params import check_params, check_tokens
 
-__all__ = ["Engine"]
-
 
 class EnginePlanner(Protocol):
     """What plans and commits steps: a scheduler, or what plans ahead for one."""
 
     def plan(self, now: float) -> Step:
         """See :class:`~shoal.ir.engine.Scheduler`."""
-        ...
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         """See :class:`~shoal.ir.engine.Scheduler`."""
-        ...
 
 
 class Engine:
     """Requests in, tokens out.
 
     Args:
-        scheduler: decides what runs, and owns the requests.
         runner: computes it.
         kv: the scheduler's bookkeeping of blocks, for :meth:`stats`.
         vocab_size: tokens that the model knows; prompts are checked against it.
@@ -147,10 +142,10 @@ class Engine:
         self._told.append({"kind": kind, **words})
 
     def drain_events(self) -> list[dict[str, Any]]:
-        """What the last steps gave besides tokens, once: failed and begun requests, and vectors.
+        """What the last steps gave besides tokens, once: failed and begun requests, and prompts.
 
-        ``refused`` and ``error`` (id, message), ``began`` (ids, at) or ``vector`` (id, values), as
-        messages of the process.
+        ``refused`` and ``error`` (id, message), ``began`` (ids, at), ``vector`` (id, values) or
+        ``prompt_logprobs`` (id, first, infos), as messages of the process.
         """
         drain_events, self._told = self._told, []
         return drain_events

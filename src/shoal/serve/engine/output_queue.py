@@ -10,8 +10,6 @@ from typing import Any
 from shoal.core.errors import ServeError
 from shoal.ir.serving import Output, Request
 
-__all__ = ["Listener", "OutputQueue"]
-
 Listener = Callable[[Mapping[str, Any]], object]
 """What is called with a message of the engine about a request."""
 

@@ -10,8 +10,6 @@ from shoal.core.errors import ServeError, require
 from shoal.ir import Request, SamplingParams
 from shoal.ir.serving import MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 
-__all__ = ["MAX_LOGPROBS", "check_params", "check_tokens"]
-
 # Most alternatives reported with a token.
 MAX_LOGPROBS = 20
 MAX_PENALTY = 10.0
@@ -36,13 +34,13 @@ def check_params(params: SamplingParams, facts: Mapping[str, Any] | None = None)
     warm = MIN_TEMPERATURE <= one.temperature < math.inf
     some = f"1 to {streams}, the streams of the model"
     alone = "1: the model has no parallel streams that a request could choose among"
-    part = "a share in (0, 1]"
+    part = "a fraction in (0, 1]"
     whole = (
         "nothing: the model has no feed-forward layers of two sizes (ffn: duo) whose routers were "
         "trained; shoal model routers trains them"
     )
     biases = all(abs(bias) <= MAX_BIAS and token >= 0 for token, bias in one.logit_bias)
-    logprobs = one.logprobs is None or 0 <= one.logprobs <= MAX_LOGPROBS
+    reported = f"0 to {MAX_LOGPROBS}"
     for name, good, expected in (
         ("max_tokens", one.max_tokens >= 1, "1 or more"),
         (
@@ -77,7 +75,8 @@ def check_params(params: SamplingParams, facts: Mapping[str, Any] | None = None)
             part if shares else whole,
         ),
         ("pooling", one.pooling in (None, "mean", "last"), "mean or last"),
-        ("logprobs", logprobs, f"0 to {MAX_LOGPROBS}"),
+        ("logprobs", 0 <= (one.logprobs or 0) <= MAX_LOGPROBS, reported),
+        ("prompt_logprobs", 0 <= (one.prompt_logprobs or 0) <= MAX_LOGPROBS, reported),
     ):
         require(good, name, getattr(one, name), expected=expected, error=ServeError)
     require(

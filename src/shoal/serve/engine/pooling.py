@@ -22,8 +22,6 @@ from shoal.serve.engine.token_choice import NOT_FINITE
 if TYPE_CHECKING:
     from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["PoolingHook", "pooling_of"]
-
 
 class _Sum:
     """What has been added of a prompt."""

@@ -8,8 +8,9 @@ its parent does.
 Messages in: ``start`` (factory, job), ``add`` (a request), ``abort`` (id), ``ask`` (number, what,
 words: a question of :attr:`EngineLike.answers`), ``ping`` (number). Messages out: ``ready`` (what
 the model is), ``outputs``, ``refused`` (a request that cannot be served, with the reason),
-``error`` (one that the engine failed on), ``vector`` (of a text), ``began`` (ids, and when their
-first step began), ``answer`` (number, and the answer, if this engine has any), ``pong`` (number,
+``error`` (one that the engine failed on), ``vector`` (of a text), ``prompt_logprobs`` (id, place
+of the first token, and log probabilities from it on), ``began`` (ids, and when their first step
+began), ``answer`` (number, and the answer, if this engine has any), ``pong`` (number,
 stats), ``failed`` (why the process ends).
 """
 
@@ -38,15 +39,6 @@ from shoal.serve.engine.wire import pack_output, unpack_request
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
 
-__all__ = [
-    "DEFAULT_FACTORY",
-    "EngineConnection",
-    "EngineLike",
-    "factory_of",
-    "main",
-    "serve",
-]
-
 DEFAULT_FACTORY = "shoal.serve.engine.build:build_engine"
 
 
@@ -62,6 +54,14 @@ def factory_of(job: ServeJob) -> str:
         job.engine,
         expected="shoal: a plan that is priced for another program is run by that program",
         hint=f"write its files with shoal plan serve --emit {job.engine}, or --set engine=shoal",
+        error=ServeError,
+    )
+    require(
+        job.parallel.dp == job.parallel.ep == 1,
+        "parallel",
+        f"dp={job.parallel.dp}, ep={job.parallel.ep}",
+        expected="1 of each: groups that share experts are planned for other programs",
+        hint="give replicas, or a plan with --engine and --emit",
         error=ServeError,
     )
     decode: DecodePart = table("decode").build(job.decode, where="decode")
@@ -95,27 +95,21 @@ class EngineLike(Protocol):
     @property
     def busy(self) -> bool:
         """Whether a step would compute something."""
-        ...
 
     def add(self, request: Request) -> None:
         """Queue a request; ServeError if it can never run."""
-        ...
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request."""
-        ...
 
     def step(self) -> list[Output]:
         """Plan, execute, commit."""
-        ...
 
     def drain_events(self) -> list[dict[str, Any]]:
-        """Messages ``refused``, ``error``, ``vector`` and ``began`` of the last steps."""
-        ...
+        """Messages of the last steps about requests: see above, ``refused`` to ``began``."""
 
     def stats(self) -> Mapping[str, float]:
         """Counters for metrics."""
-        ...
 
 
 class EngineConnection:
@@ -161,9 +155,6 @@ class EngineConnection:
 def serve(connection: socket.socket) -> None:
     """Load what the parent says and answer its messages until it goes away.
 
-    Args:
-        connection: to the parent.
-
     Raises:
         ShoalError: the model cannot be loaded, or a step failed; the parent was informed.
     """
@@ -198,16 +189,18 @@ def _start(start: Mapping[str, Any], parent: EngineConnection) -> EngineLike:
     engine: EngineLike
     config: ModelConfig
     engine, config = load_object(start["factory"])(job)
-    parent.send(
-        {
-            "kind": "ready",
-            "vocab_size": config.vocab_size,
-            "max_position": min(job.max_position or config.max_position, config.max_position),
-            "eos_ids": sorted(config.eos_ids),
-            **engine.facts,
-        }
-    )
+    parent.send({"kind": "ready", **describe(job, engine, config)})
     return engine
+
+
+def describe(job: ServeJob, engine: EngineLike, config: ModelConfig) -> dict[str, Any]:
+    """What clients must know of an engine and its model."""
+    return {
+        "vocab_size": config.vocab_size,
+        "max_position": min(job.max_position or config.max_position, config.max_position),
+        "eos_ids": sorted(config.eos_ids),
+        **engine.facts,
+    }
 
 
 def _handle(engine: EngineLike, message: Mapping[str, Any], parent: EngineConnection) -> None:

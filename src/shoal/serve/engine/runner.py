@@ -32,8 +32,6 @@ from shoal.serve.engine.token_choice import choose_rows
 if TYPE_CHECKING:
     from shoal.serve.decode.protocols import TokenTree
 
-__all__ = ["FlatModel", "FlatTokens", "LocalRunner", "slots"]
-
 
 class FlatModel(Protocol):
     """What computes tokens side by side: a model, or the part of one that this process has."""
@@ -41,30 +39,22 @@ class FlatModel(Protocol):
     @property
     def config(self) -> ModelConfig:
         """Of the whole model."""
-        ...
 
     @property
     def weight(self) -> Tensor:
         """A weight: of the dtype and on the device of all."""
-        ...
 
     def flat(
         self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, needed: Tensor | None = None
     ) -> Tensor | None:
         """See :meth:`~shoal.model.transformer.Transformer.flat`; None if others go on with it."""
-        ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor | None:
         """Scores [R, V]; None if others choose by them."""
-        ...
 
 
 class FlatTokens:
-    """The tokens of a step side by side: what they are, where they stand and where they go.
-
-    Args:
-        block_size: tokens of a block.
-    """
+    """The tokens of a step side by side: what they are, where they stand and where they go."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size

@@ -24,8 +24,6 @@ from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams, TokenInfo
 from shoal.model.generate import sample
 
-__all__ = ["choose", "log_probabilities", "pick_tokens", "probabilities", "sample_rows", "unsound"]
-
 _CANDIDATES = 256
 
 # Probabilities that differ by less may differ by the order of their sums alone.

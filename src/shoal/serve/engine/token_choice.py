@@ -18,8 +18,6 @@ from shoal.serve.engine.adjust import Adjuster
 from shoal.serve.engine.failure import failure
 from shoal.serve.engine.sampler import choose
 
-__all__ = ["NOT_FINITE", "TokenChoice", "choose_rows"]
-
 log = logging.getLogger("shoal.serve")
 
 NOT_FINITE = (

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from shoal.ir.serving import Output, Request, SamplingParams, TokenInfo
-
-__all__ = [
-    "pack_output",
-    "pack_params",
-    "pack_request",
-    "unpack_output",
-    "unpack_params",
-    "unpack_request",
-]
 
 _PARAMS = tuple(field.name for field in fields(SamplingParams))
 
@@ -63,22 +54,25 @@ def unpack_request(raw: Mapping[str, Any]) -> Request:
     )
 
 
+def pack_infos(infos: Iterable[TokenInfo]) -> list[Any]:
+    """Log probabilities, as plain values."""
+    return [[info.logprob, info.top] for info in infos]
+
+
+def unpack_infos(raw: Iterable[Any]) -> tuple[TokenInfo, ...]:
+    """The inverse of :func:`pack_infos`."""
+    return tuple(
+        TokenInfo(logprob, tuple((token, value) for token, value in top)) for logprob, top in raw
+    )
+
+
 def pack_output(output: Output) -> list[Any]:
     """What a step gave one request, as plain values."""
-    infos = [[info.logprob, info.top] for info in output.infos]
+    infos = pack_infos(output.infos)
     return [output.request_id, output.tokens, infos, output.finish, output.cached]
 
 
 def unpack_output(raw: list[Any]) -> Output:
     """The inverse of :func:`pack_output`."""
     request_id, tokens, infos, finish, cached = raw
-    return Output(
-        request_id,
-        tuple(tokens),
-        tuple(
-            TokenInfo(logprob, tuple((token, value) for token, value in top))
-            for logprob, top in infos
-        ),
-        finish,
-        cached,
-    )
+    return Output(request_id, tuple(tokens), unpack_infos(infos), finish, cached)

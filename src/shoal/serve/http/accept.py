@@ -21,8 +21,6 @@ from shoal.core.descriptors import free_descriptors, raise_descriptor_limit
 from shoal.serve.http.connection import HttpConnection, connection
 from shoal.serve.http.limits import HttpLimits
 
-__all__ = ["BoundedServer"]
-
 log = logging.getLogger("shoal.serve")
 
 # Places in the kernel's queue of connections that are not accepted yet.

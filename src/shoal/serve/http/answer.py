@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from shoal.core.errors import ServeError
 from shoal.ir.serving import FinishReason, Output, Request
 from shoal.serve.engine.client import EngineClient
+from shoal.serve.engine.output_queue import Listener
 from shoal.serve.text.pieces import StopStrings, TextModel
-
-__all__ = ["LogprobEntry", "ResponseBuilder", "ResponseDelta", "pieces"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,13 @@ class ResponseBuilder:
         stop_ids: tokens that end it; they have no text.
         keep_stop: the string that ends the answer is part of it.
         min_tokens: no string ends the answer before so many tokens.
+        echo: the answer begins with its prompt. Its log probabilities are then those of all tokens,
+            also of the one that ends the text.
+        prompt_only: it has nothing else.
+
+    Attributes:
+        prompt: log probabilities of the prompt's tokens, where they were asked for; the first token
+            has none.
     """
 
     def __init__(
@@ -69,8 +77,13 @@ class ResponseBuilder:
         *,
         keep_stop: bool = False,
         min_tokens: int = 0,
+        echo: bool = False,
+        prompt_only: bool = False,
     ) -> None:
         self._model = model
+        self._echo, self._prompt_only = echo, prompt_only
+        self._scored: list[tuple[float, Sequence[tuple[int, float]]]] = []
+        self.prompt: list[LogprobEntry] = []
         self._text = model.stream()
         self._stops = StopStrings(stops, keep=keep_stop)
         self._stop_ids = stop_ids
@@ -87,9 +100,49 @@ class ResponseBuilder:
         """Whether a stop string was found, so that nothing may follow."""
         return self._stops.matched
 
+    def score(self, message: Mapping[str, Any]) -> None:
+        """Take in log probabilities of the prompt; those of a token may come again."""
+        new = len(self._scored) + 1 - message["first"]
+        if new >= 0:
+            self._scored += message["infos"][new:]
+
+    def scores(self, tokens: Sequence[int]) -> list[tuple[float, Sequence[tuple[int, float]]]]:
+        """(log probability, best tokens with theirs) of each token of the prompt but the first.
+
+        Raises:
+            ServeError: they are not all there.
+        """
+        if len(self._scored) < len(tokens) - 1:
+            raise ServeError(
+                "this engine gives no log probabilities of prompts; leave out echo and "
+                "prompt_logprobs"
+            )
+        return self._scored
+
+    def end_prompt(self, tokens: Sequence[int]) -> None:
+        """All log probabilities of the prompt are there.
+
+        Raises:
+            ServeError: they are not.
+        """
+        text, place = self._model.stream(), 0
+        for token, (logprob, best) in zip(tokens, [(0.0, ()), *self.scores(tokens)], strict=True):
+            self.prompt.append(self._entry(token, logprob, best, place))
+            place += len(text.feed(token))
+        self._scored.clear()
+
+    def _entry(
+        self, token: int, logprob: float, best: Iterable[tuple[int, float]], offset: int
+    ) -> LogprobEntry:
+        top = tuple((self._model.token_bytes(t), value) for t, value in best)
+        return LogprobEntry(self._model.token_bytes(token), logprob, top, offset)
+
     def feed(self, outputs: Sequence[Output]) -> ResponseDelta:
         """Take in what the engine gave; outputs after a stop string are left out."""
         piece = ResponseDelta()
+        if self._prompt_only:
+            self.num_cached, piece.finish = outputs[0].cached, "length"
+            return piece
         text: list[str] = []
         for output in outputs:
             if not self.num_tokens:
@@ -97,13 +150,13 @@ class ResponseBuilder:
             for place, token in enumerate(output.tokens):
                 self.num_tokens += 1
                 piece.tokens.append(token)
-                if output.finish == "stop" and token in self._stop_ids:
-                    continue  # it ends the text and is not in it
-                if place < len(output.infos):
+                ends = output.finish == "stop" and token in self._stop_ids
+                if place < len(output.infos) and (self._echo or not ends):
                     info = output.infos[place]
-                    top = tuple((self._model.token_bytes(t), value) for t, value in info.top)
-                    raw = self._model.token_bytes(token)
-                    self._held.append(LogprobEntry(raw, info.logprob, top, self._decoded))
+                    entry = self._entry(token, info.logprob, info.top, self._decoded)
+                    self._held.append(entry)
+                if ends:
+                    continue  # it ends the text and is not in it
                 new = self._text.feed(token)
                 self._decoded += len(new)
                 early = self.num_tokens < self._min_tokens
@@ -140,9 +193,18 @@ async def pieces(
     Raises:
         ServeError: the engine refused the request, died, or the reader is too slow.
     """
-    batches = client.batches(request, {"began": lambda message: began(message["at"])})
+    on: dict[str, Listener] = {
+        "began": lambda message: began(message["at"]),
+        "prompt_logprobs": answer.score,
+    }
+    scored = request.params.prompt_logprobs is not None
+    prompt = request.tokens[: request.n_prompt] if scored else []
+    batches = client.batches(request, on)
     async with contextlib.aclosing(batches):
         async for outputs in batches:
+            if prompt:
+                answer.end_prompt(prompt)
+                prompt = []
             piece = answer.feed(outputs)
             if piece:
                 yield piece

@@ -9,7 +9,9 @@
 ``GET /v1/models/{model}``   the same of one model
 ``POST /v1/completions``     continue texts or tokens
 ``POST /v1/chat/completions``  answer the messages of a chat
+``POST /v1/responses``       answer the items of a conversation
 ``POST /v1/embeddings``      vectors of texts
+``POST /v1/rerank``          documents by how similar they are to a query; also ``/rerank``
 ``POST /tokenize``           the tokens of a text or of a chat
 ``POST /detokenize``         the text of tokens
 ===========================  =================================================
@@ -30,26 +32,31 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from shoal import __version__
 from shoal.core.errors import ServeError
-from shoal.ir.serving import Request as Asked
-from shoal.ir.serving import SamplingParams
+from shoal.core.version import __version__
+from shoal.corpora.chat.template import ChatTemplate
 from shoal.serve.adapters.routes import ADAPTER_ROUTES, AdapterPlaces, AdapterRoutes
 from shoal.serve.engine.client import EngineClient
+from shoal.serve.engine.failure import RefusedError
 from shoal.serve.http import openai
-from shoal.serve.http.answer import ResponseBuilder, ResponseDelta, pieces
+from shoal.serve.http.answer import ResponseDelta, pieces
 from shoal.serve.http.body import read_body
 from shoal.serve.http.concurrency import ConcurrencyLimit
 from shoal.serve.http.draining import DrainState
-from shoal.serve.http.embeddings import read_embeddings, written
+from shoal.serve.http.embeddings import EmbeddingInputs, read_embeddings, written
 from shoal.serve.http.errors import ApiError, as_api_error, error_response
 from shoal.serve.http.guard import AccessControl, HttpGuard
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.metrics import Metrics
 from shoal.serve.http.openai import ParsedRequest
 from shoal.serve.http.openapi import document
+from shoal.serve.http.preparing import RequestPreparer
+from shoal.serve.http.rerank import ranked, read_rerank
+from shoal.serve.http.response_items import ItemWriter
+from shoal.serve.http.responses import read_response
 from shoal.serve.http.stream import EventStream, events, gather, merge, until_gone
 from shoal.serve.http.traces import RequestTracer
+from shoal.serve.http.unknown import UnknownFields
 from shoal.serve.http.writers import (
     ChatWriter,
     CompletionWriter,
@@ -57,15 +64,14 @@ from shoal.serve.http.writers import (
     PreparedPrompt,
     ResponseWriter,
 )
-from shoal.serve.text.grammar_check import GrammarCheck
-from shoal.serve.text.pieces import READ_WHOLE, TextModel
-from shoal.serve.text.template import ChatTemplate, TemplateRenderer
+from shoal.serve.text.grammar import GRAMMAR
+from shoal.serve.text.grammar_check import GrammarCheck, bad_form
+from shoal.serve.text.pieces import TextModel
+from shoal.serve.text.template import TemplateRenderer
 from shoal.serve.text.tokens import read_detokenize, read_tokenize
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-
-__all__ = ["ROUTES", "create_app", "protect"]
 
 ROUTES: tuple[tuple[str, str], ...] = (
     ("GET", "/health"),
@@ -77,7 +83,10 @@ ROUTES: tuple[tuple[str, str], ...] = (
     ("GET", "/v1/workers"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
     ("POST", "/v1/embeddings"),
+    ("POST", "/v1/rerank"),
+    ("POST", "/rerank"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
 )
@@ -126,7 +135,10 @@ def create_app(
         ("GET", "/v1/workers"): service.workers,
         ("POST", "/v1/completions"): service.completions,
         ("POST", "/v1/chat/completions"): service.chat_completions,
+        ("POST", "/v1/responses"): service.responses,
         ("POST", "/v1/embeddings"): service.embeddings,
+        ("POST", "/v1/rerank"): service.rerank,
+        ("POST", "/rerank"): service.rerank,
         ("POST", "/tokenize"): service.tokenize,
         ("POST", "/detokenize"): service.detokenize,
     }
@@ -180,7 +192,7 @@ async def _http_error(request: Request, cause: Exception) -> Response:
     """404 and 405 of the router, in the one shape."""
     assert isinstance(cause, HTTPException)
     messages = {
-        404: f"{request.url.path[:80]}: no such endpoint; see "
+        404: f"{request.url.path[:80]}: unknown endpoint; see "
         f"{', '.join(path for _, path in ROUTES)}",
         405: f"{request.method} {request.url.path[:80]}: expected another method, "
         f"{(cause.headers or {}).get('Allow', 'GET or POST')}",
@@ -228,10 +240,9 @@ class _Service:
         self._metrics = metrics
         self._answers = ConcurrencyLimit(limits.open_requests)
         self._grammars = GrammarCheck(limits)
+        self._unknown = UnknownFields(limits)
         self._created = int(time.time())
-        self._eos = client.model.eos_ids | {
-            token for token in text.eos_ids() if token < client.model.vocab_size
-        }
+        self._prepare = RequestPreparer(text, client.model, limits)
 
     async def stop(self) -> None:
         """End what was started for requests."""
@@ -267,15 +278,15 @@ class _Service:
         return JSONResponse(document(ROUTES, self._limits, self._name))
 
     async def models(self) -> Response:
-        """What is served."""
+        """List of models."""
         cards = [self._card(), *(self._card(name) for name in self._client.job.adapters)]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, model: str) -> Response:
-        """What is served under a name."""
+        """One model."""
         if model not in self._served:
             raise ApiError(
-                f"model = {model[:80]!r}: no such model; this server has {', '.join(self._served)}",
+                f"model = {model[:80]!r}: unknown model; this server has {', '.join(self._served)}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -303,28 +314,43 @@ class _Service:
             **({} if adapter is None else {"parent": self._name}),
         }
 
-    async def embeddings(self, request: Request) -> Response:
-        """Vectors of texts."""
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The body of a request; the answer names its unknown fields."""
         body = await read_body(request, self._limits)
-        embeddings = read_embeddings(body, self._limits, self._client.model, (self._name,))
-        prompts = [
-            await asyncio.to_thread(self._encode, text, "input") if isinstance(text, str) else text
-            for text in embeddings.texts
-        ]
-        for tokens in prompts:
-            self._check_prompt(tokens, 1, "input")
+        self._unknown.note(request, body)
+        return body
+
+    async def embeddings(self, request: Request) -> Response:
+        """Embeddings."""
+        body = await self._body(request)
+        asked = read_embeddings(body, self._limits, self._client.model, (self._name,))
+        vectors, total = await self._vectors(request, asked, ["input"] * len(asked.texts))
+        return JSONResponse(written(vectors, asked, self._name, total))
+
+    async def rerank(self, request: Request) -> Response:
+        """Reranking: documents sorted by similarity to a query."""
+        asked = read_rerank(await self._body(request), self._limits, (self._name,))
+        vectors, total = await self._vectors(request, asked.texts, asked.names)
+        return JSONResponse(ranked(vectors, asked, self._name, total))
+
+    async def _vectors(
+        self, request: Request, embeddings: EmbeddingInputs, names: Sequence[str]
+    ) -> tuple[list[list[float]], int]:
+        """Vectors of texts, each given by the field named so, and the number of their tokens."""
+        prompts: list[Sequence[int]] = []
+        for text, field in zip(embeddings.texts, names, strict=True):
+            tokens: Sequence[int]
+            if isinstance(text, str):
+                tokens = await asyncio.to_thread(self._prepare.encode, text, field)
+            else:
+                tokens = text
+            self._prepare.check_prompt(tokens, 1, field)
+            prompts.append(tokens)
         seat = self._answers.take(len(prompts))
         name = f"embd-{secrets.token_hex(12)}"
-        params = SamplingParams(max_tokens=1, pooling=embeddings.pooling)
 
         async def one(place: int, tokens: Sequence[int]) -> list[float]:
-            # The mean needs every token's state, so nothing of it may be found in the cache.
-            own = f"{name}-{place}"
-            salt = own if embeddings.pooling == "mean" else ""
-            priority = embeddings.priority
-            return await self._client.embed(
-                Asked(own, [*tokens], len(tokens), params, priority=priority, salt=salt)
-            )
+            return await self._client.embed(embeddings.request(f"{name}-{place}", tokens))
 
         async def together() -> list[list[float]]:
             return await asyncio.gather(*(one(place, p) for place, p in enumerate(prompts)))
@@ -332,17 +358,16 @@ class _Service:
         total = sum(map(len, prompts))
         trace = self._traces.begin("embeddings", name, request.headers, num_prompt=total)
         with seat, trace.watch():
-            vectors = await until_gone(request.receive, together())
-        return JSONResponse(written(vectors, embeddings, self._name, total))
+            return await until_gone(request.receive, together()), total
 
     async def tokenize(self, request: Request) -> Response:
-        """The tokens of a text or of a chat."""
-        body = await read_body(request, self._limits)
+        """Tokenize a text or a chat."""
+        body = await self._body(request)
         given, special, texts = read_tokenize(body, self._limits, (self._name,))
         if isinstance(given, str):
-            tokens = await asyncio.to_thread(self._encode, given, "prompt", special=special)
+            tokens = await asyncio.to_thread(self._prepare.encode, given, "prompt", special=special)
         else:
-            tokens = list((await self._rendered(given, {})).tokens)
+            tokens = list((await self._rendered(given, {}, "messages")).tokens)
         longest = self._client.model.max_position
         if len(tokens) > longest:
             raise openai.too_long(len(tokens), 0, self._client.model)
@@ -354,158 +379,69 @@ class _Service:
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of tokens."""
-        body = await read_body(request, self._limits)
+        """Detokenize."""
+        body = await self._body(request)
         tokens = read_detokenize(body, self._client.model, (self._name,))
         return JSONResponse({"prompt": await asyncio.to_thread(self._text.decode, tokens)})
 
     # Completions
 
     async def completions(self, request: Request) -> Response:
-        """Continue texts or tokens."""
-        body = await read_body(request, self._limits)
+        """Completions of texts or token ids."""
+        body = await self._body(request)
         ask = openai.read_completion(body, self._limits, self._client.model, self._served)
         prompts = []
         for prompt in ask.prompts:
             if isinstance(prompt, str):
-                tokens = await asyncio.to_thread(self._encode, prompt, "prompt")
+                tokens = await asyncio.to_thread(self._prepare.encode, prompt, "prompt")
                 prompts.append(PreparedPrompt(tokens, prompt))
             else:
                 wanted = ask.echo or ask.logprobs is not None
                 shown = await asyncio.to_thread(self._text.decode, prompt) if wanted else None
                 prompts.append(PreparedPrompt(prompt, shown))
-        job = self._job("cmpl-", await self._formed(ask), prompts)
+        job = self._prepare.job("cmpl-", await self._formed(ask), prompts)
         return await self._answer(request, job, CompletionWriter(job, ask.model))
 
     async def chat_completions(self, request: Request) -> Response:
-        """Answer the messages of a chat."""
-        body = await read_body(request, self._limits)
+        """Chat completions."""
+        body = await self._body(request)
         ask = openai.read_chat(body, self._limits, self._client.model, self._served)
+        job = await self._chat("chatcmpl-", ask)
+        return await self._answer(request, job, ChatWriter(job, ask.model))
+
+    async def responses(self, request: Request) -> Response:
+        """Responses."""
+        body = await self._body(request)
+        ask, shown = read_response(body, self._limits, self._client.model, self._served)
+        job = await self._chat("resp_", ask)
+        return await self._answer(request, job, ItemWriter(job, ask.model, shown))
+
+    async def _chat(self, prefix: str, ask: ParsedRequest) -> GenerationJob:
         prompt = await self._render(ask)
         stops = self._template.template.stops
-        job = self._job("chatcmpl-", await self._formed(ask), [prompt], stops)
-        return await self._answer(request, job, ChatWriter(job, ask.model))
+        return self._prepare.job(prefix, await self._formed(ask), [prompt], stops)
 
     async def _formed(self, ask: ParsedRequest) -> ParsedRequest:
         """With the grammar of the answer's form."""
         if ask.form is None:
             return ask
         param, form = ask.form
-        if not self._eos and not ask.sampling.stop_ids:
-            raise ApiError(
-                f"{param}: this model has no token that ends a text; give stop_token_ids",
-                param=param,
-                code="unsupported_parameter",
-            )
+        self._prepare.check_end(param, ask)
         grammar = await self._grammars.grammar(form, param)
         return replace(ask, sampling=replace(ask.sampling, grammar=grammar))
 
     async def _render(self, ask: ParsedRequest) -> PreparedPrompt:
         tools = None if ask.tools is None else [dict(tool) for tool in ask.tools.given]
-        return await self._rendered(ask.messages, {**ask.template_values, "tools": tools})
+        values = {**ask.template_values, "tools": tools}
+        return await self._rendered(ask.messages, values, ask.given)
 
     async def _rendered(
-        self, messages: Sequence[dict[str, Any]], values: dict[str, Any]
+        self, messages: Sequence[dict[str, Any]], values: dict[str, Any], param: str
     ) -> PreparedPrompt:
         text = await self._template.render(messages, **values)
         special = self._template.template.special
-        tokens = await asyncio.to_thread(self._encode, text, "messages", special=special)
+        tokens = await asyncio.to_thread(self._prepare.encode, text, param, special=special)
         return PreparedPrompt(tokens, None)
-
-    def _encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
-        limit = self._client.model.max_position
-        most = max(limit * self._text.longest, READ_WHOLE)
-        # Some tokenizers make nothing of blanks, and would read megabytes of them to the end.
-        if len(text) > most:
-            raise ApiError(
-                f"{param} of {len(text)} characters: expected at most {most}, for the model has "
-                f"{limit} positions; shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
-        tokens, count = self._text.encode_within(text, limit, special=special)
-        if count > len(tokens):
-            raise openai.too_long(count, 0, self._client.model, param=param, estimated=True)
-        return tokens
-
-    def _job(
-        self,
-        prefix: str,
-        ask: ParsedRequest,
-        prompts: list[PreparedPrompt],
-        stops: Sequence[str] = (),
-    ) -> GenerationJob:
-        stop_ids = ask.sampling.stop_ids | (frozenset() if ask.ignore_eos else self._eos)
-        # The choice requires how likely each answer is.
-        choosing = ask.best_of > ask.n and ask.logprobs is None
-        params = []
-        for place, prompt in enumerate(prompts):
-            room = min(self._check_length(prompt, ask), self._check_logprobs(len(prompts), ask))
-            params += [
-                replace(
-                    ask.sampling,
-                    max_tokens=ask.max_tokens or max(1, room // ask.sampling.workers),
-                    seed=(ask.sampling.seed + place * ask.best_of + choice) % 2**63,
-                    stop_ids=stop_ids,
-                    logprobs=0 if choosing else ask.logprobs,
-                )
-                for choice in range(ask.best_of)
-            ]
-        answers = [
-            ResponseBuilder(
-                self._text,
-                (*ask.stops, *stops),
-                stop_ids,
-                keep_stop=ask.keep_stop,
-                min_tokens=ask.sampling.min_tokens,
-            )
-            for _ in params
-        ]
-        return GenerationJob(
-            prefix + secrets.token_hex(12), int(time.time()), ask, prompts, params, answers
-        )
-
-    def _check_logprobs(self, num_prompts: int, ask: ParsedRequest) -> int:
-        """Tokens of an answer whose log probabilities, with those of the others, stay in bounds."""
-        if ask.logprobs is None:
-            return self._client.model.max_position
-        values = num_prompts * ask.best_of * (1 + ask.logprobs)
-        most = self._limits.logprob_values // values
-        if most < (ask.max_tokens or max(1, ask.sampling.min_tokens)):
-            raise ApiError(
-                f"max_tokens = {ask.max_tokens} with {values} log probabilities at each: expected "
-                f"at most {self._limits.logprob_values} together; ask for fewer of either",
-                param="logprobs",
-                code="invalid_value",
-            )
-        return most
-
-    def _check_length(self, prompt: PreparedPrompt, ask: ParsedRequest) -> int:
-        """Room for new tokens behind a prompt."""
-        wanted = ask.max_tokens or max(1, ask.sampling.min_tokens)
-        wanted *= ask.sampling.workers  # whose tokens stand in each other's contexts
-        return self._check_prompt(prompt.tokens, wanted, "messages" if ask.messages else "prompt")
-
-    def _check_prompt(self, tokens: Sequence[int], wanted: int, param: str) -> int:
-        model = self._client.model
-        if not tokens:
-            raise ApiError(
-                f"{param}: no tokens: expected at least one; give some text",
-                param=param,
-                code="invalid_value",
-            )
-        room = model.max_position - len(tokens)
-        if room < wanted:
-            raise openai.too_long(len(tokens), wanted, model, param=param)
-        for token in tokens:
-            if token >= model.vocab_size:
-                raise ApiError(
-                    f"{param}: token {token}: expected ids below {model.vocab_size}; the tokenizer "
-                    "does not belong to the model",
-                    param=param,
-                    code="invalid_value",
-                )
-        return room
 
     async def _answer(
         self, request: Request, job: GenerationJob, writer: ResponseWriter
@@ -513,8 +449,7 @@ class _Service:
         seat = self._answers.take(len(job.params))
         run = self._run(job, request.headers)
         if job.ask.stream:
-            source = events(run, writer, usage=job.ask.include_usage)
-            return EventStream(source, ended=seat.leave)
+            return EventStream(events(run, writer), ended=seat.leave)
         with seat:
             gathered = gather(run, writer, len(job.answers))
             return JSONResponse(await until_gone(request.receive, gathered))
@@ -538,18 +473,9 @@ class _Service:
         )
 
         async def one(index: int) -> AsyncGenerator[tuple[int, ResponseDelta], None]:
-            timer, choice = timers[index], index % job.ask.best_of
-            prompt = list(job.prompt_of(index).tokens)
-            request = Asked(
-                f"{job.id}-{index}",
-                prompt,
-                len(prompt),
-                job.params[index],
-                priority=job.ask.priority,
-                adapter=None if job.ask.model == self._name else job.ask.model,
-                salt=job.ask.salt,
-                # Other answers to the same prompt begin with the cache of the first.
-                fork_of=f"{job.id}-{index - choice}" if choice else None,
+            timer = timers[index]
+            request = job.request(
+                index, adapter=None if job.ask.model == self._name else job.ask.model
             )
             source = pieces(self._client, request, job.answers[index], timer.began)
             try:
@@ -558,6 +484,11 @@ class _Service:
                         timer.tokens(len(piece.tokens))
                         finishes[index] = piece.finish or finishes[index]
                         yield index, piece
+            except RefusedError as cause:
+                finishes[index] = "error"
+                if job.ask.form is None or not str(cause).startswith(GRAMMAR):
+                    raise
+                raise bad_form(job.ask.form[0], str(cause)) from None
             except ServeError:
                 finishes[index] = "error"
                 raise

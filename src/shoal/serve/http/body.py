@@ -12,8 +12,6 @@ from starlette.requests import ClientDisconnect, Request
 from shoal.serve.http.errors import ApiError
 from shoal.serve.http.limits import HttpLimits
 
-__all__ = ["parse_body", "parsed", "read_body", "read_bytes"]
-
 # Parsing less takes less time than handing it to a thread.
 _INLINE_BYTES = 2**15
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from shoal.core.errors import ServeError, require
 
-__all__ = ["ClientOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:

@@ -10,8 +10,6 @@ from types import TracebackType
 
 from shoal.serve.http.errors import ApiError
 
-__all__ = ["ConcurrencyLimit", "ConcurrencySlot"]
-
 
 class ConcurrencySlot:
     """The slots of one request; released once, however often :meth:`leave` is called."""
@@ -56,7 +54,7 @@ class ConcurrencyLimit:
         """
         if self.used + number > self._number:
             raise ApiError(
-                f"{self.used} answers are under way: expected at most {self._number} with "
+                f"{self.used} requests are open: expected at most {self._number} with "
                 f"{number} more; try again",
                 status=429,
                 code="overloaded",

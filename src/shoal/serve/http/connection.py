@@ -23,8 +23,6 @@ from shoal.serve.http.strict import StrictBuffer
 if TYPE_CHECKING:
     from asyncio import Transport
 
-__all__ = ["HttpConnection", "connection"]
-
 
 class HttpConnection(H11Protocol):
     """One connection; the class made by :func:`connection` has the limits."""

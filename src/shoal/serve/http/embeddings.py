@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from shoal.ir.serving import Request, SamplingParams
 from shoal.serve.engine.link import ModelInfo
 from shoal.serve.http.fields import Fields, wrong
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.openai import check_model, read_prompts
-
-__all__ = ["EmbeddingInputs", "read_embeddings", "written"]
 
 # More than any model has; what this one has is known with its first vector.
 _MOST = 2**20
@@ -35,10 +35,30 @@ class EmbeddingInputs:
 
     texts: tuple[str | tuple[int, ...], ...]
     pooling: Literal["mean", "last"]
-    normalize: bool
-    dimensions: int | None
-    encoded: bool
-    priority: int
+    normalize: bool = True
+    dimensions: int | None = None
+    encoded: bool = False
+    priority: int = 0
+
+    def request(self, name: str, tokens: Sequence[int]) -> Request:
+        """What the engine computes for the tokens of a text; no other open request has the name."""
+        params = SamplingParams(max_tokens=1, pooling=self.pooling)
+        # The mean needs every token's state, so nothing of it may be found in the cache.
+        salt = name if self.pooling == "mean" else ""
+        return Request(name, [*tokens], len(tokens), params, priority=self.priority, salt=salt)
+
+    def vector(self, values: Sequence[float]) -> NDArray[np.float32]:
+        """The vector of a text in the wanted length and norm.
+
+        Raises:
+            ApiError: fewer dimensions are there than were asked for.
+        """
+        if self.dimensions is not None and self.dimensions > len(values):
+            wrong("dimensions", self.dimensions, f"at most {len(values)}, as the model has")
+        vector = np.array(values[: self.dimensions], dtype="<f4")
+        if self.normalize:
+            vector /= max(float(np.linalg.norm(vector)), 1e-12)
+        return vector
 
 
 def read_embeddings(
@@ -54,17 +74,26 @@ def read_embeddings(
     form = fields.get("encoding_format")
     if form not in (None, "float", "base64"):
         wrong("encoding_format", form, "float or base64")
-    pooling: Any = fields.get("pooling")
-    if pooling not in (None, "mean", "last"):
-        wrong("pooling", pooling, "mean or last")
     return EmbeddingInputs(
         texts=read_prompts(fields.get("input"), limits, model, "input"),
-        pooling=pooling or "mean",
+        pooling=read_pooling(fields),
         normalize=fields.get("normalize") is None or fields.flag("normalize"),
         dimensions=fields.integer("dimensions", 1, _MOST, None),
         encoded=form == "base64",
         priority=fields.integer("priority", -(2**31), 2**31 - 1, 0) or 0,
     )
+
+
+def read_pooling(fields: Fields) -> Literal["mean", "last"]:
+    """The field ``pooling``.
+
+    Raises:
+        ApiError: it is neither.
+    """
+    pooling: Any = fields.get("pooling")
+    if pooling not in (None, "mean", "last"):
+        wrong("pooling", pooling, "mean or last")
+    return pooling or "mean"
 
 
 def written(
@@ -77,11 +106,7 @@ def written(
     """
     data = []
     for index, values in enumerate(vectors):
-        if texts.dimensions is not None and texts.dimensions > len(values):
-            wrong("dimensions", texts.dimensions, f"at most {len(values)}, as the model has")
-        vector = np.array(values[: texts.dimensions], dtype="<f4")
-        if texts.normalize:
-            vector /= max(float(np.linalg.norm(vector)), 1e-12)
+        vector = texts.vector(values)
         shown: Any = vector.tolist()
         if texts.encoded:
             shown = base64.b64encode(vector.tobytes()).decode()

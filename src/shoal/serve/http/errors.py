@@ -12,15 +12,13 @@ from typing import Any
 from starlette.responses import Response
 
 from shoal.core.errors import ServeError
+from shoal.corpora.chat.template import TemplateLimitError
 from shoal.serve.engine.failure import (
     EngineDownError,
     RefusedError,
     RequestFailedError,
     SlowReaderError,
 )
-from shoal.serve.text.template import TemplateLimitError
-
-__all__ = ["DIED", "TYPES", "ApiError", "as_api_error", "error_body", "error_response"]
 
 # Header of an answer to a request that an engine died with; its value names the death.
 DIED = "x-shoal-engine-died"
@@ -47,7 +45,6 @@ class ApiError(ServeError):
 
     Args:
         message: where, what was given, what is allowed, what to do.
-        status: HTTP status.
         param: field of the request that is wrong.
         code: short name of the problem for programs.
         retry_after_s: s after which to try again.

@@ -7,8 +7,6 @@ from typing import Any, NoReturn
 
 from shoal.serve.http.errors import ApiError
 
-__all__ = ["Fields", "wrong"]
-
 
 def wrong(param: str, given: object, expected: str, *, code: str = "invalid_value") -> NoReturn:
     """Refuse a field, by name, with what was given and what is right."""

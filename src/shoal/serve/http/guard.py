@@ -23,8 +23,7 @@ from shoal.core.errors import ServeError, require
 from shoal.serve.http.draining import DrainState
 from shoal.serve.http.errors import ApiError, as_api_error, error_response
 from shoal.serve.http.limits import HttpLimits
-
-__all__ = ["AccessControl", "HttpGuard", "is_loopback"]
+from shoal.serve.http.unknown import WARNING
 
 log = logging.getLogger("shoal.serve")
 
@@ -96,11 +95,7 @@ class HttpGuard:
     """The outermost layer.
 
     Args:
-        app: what it guards.
-        access: who may call.
         limits: sizes of headers.
-        count: called with (path, status) of every request.
-        drain: closed while the server drains.
     """
 
     def __init__(
@@ -128,6 +123,7 @@ class HttpGuard:
             return
         status = 0
         headers = Headers(scope=scope)
+        state = scope.setdefault("state", {})
         origin = headers.get("origin")
 
         async def watched(message: Message) -> None:
@@ -135,6 +131,8 @@ class HttpGuard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = name
+                if "warning" in state:
+                    MutableHeaders(scope=message)[WARNING] = state["warning"]
                 if origin in self._origins:
                     out = MutableHeaders(scope=message)
                     out["access-control-allow-origin"] = origin
@@ -144,7 +142,7 @@ class HttpGuard:
         # The client may name the request, so that both logs have the same name.
         given = headers.get("x-request-id", "")
         name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = name
+        state["request_id"] = name
         try:
             await self._guarded(scope, headers, receive, watched)
         except ServeError as cause:
@@ -152,7 +150,7 @@ class HttpGuard:
         except Exception:
             log.exception("%s %s failed (request %s)", scope["method"], scope["path"], name)
             error = ApiError(
-                "the server failed on this request; its log has the reason",
+                "internal error on this request; see its log",
                 status=500,
                 code="server_error",
             )
@@ -178,7 +176,7 @@ class HttpGuard:
             self._check_key(headers)
         if self._drain.closed and scope["path"] not in _WHILE_DRAINING:
             raise ApiError(
-                "the server is stopping and takes no more requests; ask another one",
+                "the server is stopping and accepts no more requests",
                 status=503,
                 code="draining",
                 retry_after_s=1,
@@ -235,7 +233,7 @@ class HttpGuard:
         if not hmac.compare_digest(given, self._digest) or scheme.lower() != "bearer":
             raise ApiError(
                 "wrong or missing API key: expected the header Authorization: Bearer KEY with the "
-                "key that the server was started with",
+                "server's key",
                 status=401,
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},

@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields
 
 from shoal.core.errors import ServeError, require
 
-__all__ = ["HttpLimits"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
@@ -22,6 +20,7 @@ class HttpLimits:
         json_strings: most strings in a body, names of fields included.
         choices: largest ``n``.
         batch: most answers of one request, prompts times ``n``.
+        documents: most documents that are ranked at once.
         logprobs: most log probabilities a token.
         logprob_values: most log probabilities of all answers of one request.
         stops: most stop strings.
@@ -45,6 +44,7 @@ class HttpLimits:
     json_strings: int = 50_000
     choices: int = 16
     batch: int = 64
+    documents: int = 256
     logprobs: int = 20
     logprob_values: int = 1_000_000
     stops: int = 16

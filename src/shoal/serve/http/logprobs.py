@@ -8,8 +8,6 @@ from typing import Any
 
 from shoal.serve.http.answer import LogprobEntry
 
-__all__ = ["chat_logprobs", "completion_logprobs", "usage"]
-
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """The number of tokens of a request; ``cached_tokens`` of its prompts were not computed."""
@@ -50,17 +48,31 @@ def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(entries: Sequence[LogprobEntry], start: int) -> dict[str, Any]:
-    """Log probabilities as completions have them; texts stand behind a prompt of ``start``."""
+def completion_logprobs(
+    entries: Sequence[LogprobEntry], start: int, prompt: Sequence[LogprobEntry] = ()
+) -> dict[str, Any]:
+    """Log probabilities as completions have them.
+
+    Args:
+        entries: of an answer.
+        start: characters of its prompt.
+        prompt: of the prompt, where it is echoed; its first token has none.
+    """
+    every: list[LogprobEntry] = [*prompt, *entries]
+    logprobs: list[float | None] = [_finite(entry.logprob) for entry in every]
+    best: list[dict[str, float] | None] = [
+        {
+            **{_spell(raw): _finite(logprob) for raw, logprob in reversed(entry.top)},
+            _spell(entry.raw): _finite(entry.logprob),
+        }
+        for entry in every
+    ]
+    if prompt:
+        logprobs[0] = best[0] = None
+    offsets = [entry.offset for entry in prompt] + [start + entry.offset for entry in entries]
     return {
-        "tokens": [_spell(entry.raw) for entry in entries],
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [
-            {
-                **{_spell(raw): _finite(logprob) for raw, logprob in reversed(entry.top)},
-                _spell(entry.raw): _finite(entry.logprob),
-            }
-            for entry in entries
-        ],
-        "text_offset": [start + entry.offset for entry in entries],
+        "tokens": [_spell(entry.raw) for entry in every],
+        "token_logprobs": logprobs,
+        "top_logprobs": best,
+        "text_offset": offsets,
     }

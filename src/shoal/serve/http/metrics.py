@@ -15,8 +15,6 @@ from prometheus_client.registry import Collector
 
 from shoal.serve.engine.client import EngineClient
 
-__all__ = ["DEBT_KEY", "METRICS", "Metrics", "Timer"]
-
 _PREFIX = "shoal:"
 _LABEL = "model_name"
 
@@ -36,75 +34,79 @@ DEBT_KEY = "debt_blocks_"
 
 # Histograms of the parts of a request's time: name -> what they are.
 _TIMES = {
-    "request_queue_time_seconds": "From the request to its first step, s.",
-    "request_prefill_time_seconds": "From its first step to its first token, s.",
-    "request_decode_time_seconds": "From its first token to its last, s.",
-    "request_inference_time_seconds": "From its first step to its last token, s.",
-    "request_time_per_output_token_seconds": "Mean time of a token after the first, s.",
+    "request_queue_time_seconds": "Time from arrival to the first step, s.",
+    "request_prefill_time_seconds": "Time from the first step to the first token, s.",
+    "request_decode_time_seconds": "Time from the first token to the last, s.",
+    "request_inference_time_seconds": "Time from the first step to the last token, s.",
+    "request_time_per_output_token_seconds": "TPOT: mean time per token after the first, s.",
 }
 # Histograms of what requests are like: name -> what they are.
 _NUMBERS = {
-    "request_prompt_tokens": "Tokens of a prompt.",
-    "request_generation_tokens": "Tokens of an answer.",
-    "request_params_max_tokens": "Most tokens that an answer might have.",
-    "request_params_n": "Answers that were asked for together.",
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_generation_tokens": "Generated tokens of a request.",
+    "request_params_max_tokens": "Maximum tokens of a request (max_tokens).",
+    "request_params_n": "Number of answers of a request (n).",
 }
 
 # Metrics of the engine: name -> (its key in the stats, kind, what it counts).
 _ENGINE = {
-    "num_requests_running": ("requests_running", "gauge", "Requests that hold cache blocks."),
+    "num_requests_running": (
+        "requests_running",
+        "gauge",
+        "Running requests, which hold cache blocks.",
+    ),
     "num_requests_waiting": (
         "requests_waiting",
         "gauge",
-        "Requests that wait for their first step.",
+        "Waiting requests.",
     ),
-    "kv_cache_blocks": ("blocks_total", "gauge", "Cache blocks there are."),
+    "kv_cache_blocks": ("blocks_total", "gauge", "Total cache blocks."),
     "prefix_cache_hits_total": (
         "prefix_hit_tokens",
         "counter",
-        "Prompt tokens found in the cache.",
+        "Prompt tokens found in the prefix cache.",
     ),
     "prefix_cache_queries_total": (
         "prefix_query_tokens",
         "counter",
-        "Prompt tokens looked up in the cache.",
+        "Prompt tokens looked up in the prefix cache.",
     ),
     "engine_prompt_tokens_total": (
         "tokens_prompt_total",
         "counter",
-        "Prompt tokens that the engine computed.",
+        "Computed prompt tokens.",
     ),
     "engine_generated_tokens_total": (
         "tokens_generated_total",
         "counter",
-        "Tokens that the engine generated.",
+        "Generated tokens.",
     ),
     "engine_steps_total": ("steps_total", "counter", "Steps of the engine."),
     "engine_step_seconds_total": ("step_seconds_total", "counter", "Time in steps, s."),
     "num_preemptions_total": (
         "preemptions_total",
         "counter",
-        "Requests whose cache was taken, to be recomputed or swapped in.",
+        "Preempted requests.",
     ),
     "spec_decode_num_drafts_total": (
         "draft_trees_total",
         "counter",
-        "Trees of guessed tokens that were verified.",
+        "Verified draft trees.",
     ),
     "spec_decode_num_draft_tokens_total": (
         "draft_tokens_total",
         "counter",
-        "Guessed tokens that were verified.",
+        "Verified draft tokens.",
     ),
     "spec_decode_num_accepted_tokens_total": (
         "draft_tokens_accepted_total",
         "counter",
-        "Guessed tokens that were what the model says.",
+        "Accepted draft tokens.",
     ),
     "num_forks_total": (
         "forks_total",
         "counter",
-        "Answers that began with the cache of another one to the same prompt.",
+        "Answers that share the prompt's cache with another answer.",
     ),
     "adapter_merged": (
         "adapter_merged",
@@ -114,12 +116,12 @@ _ENGINE = {
     "adapter_switches_total": (
         "adapter_switches_total",
         "counter",
-        "How often an adapter was merged into the weights, or taken out of them.",
+        "Number of adapter merges and unmerges.",
     ),
     "copied_blocks_total": (
         "blocks_copied_total",
         "counter",
-        "Cache blocks copied before one of those who shared them wrote to them.",
+        "Cache blocks copied on write.",
     ),
     "swap_out_blocks_total": (
         "swap_out_blocks_total",
@@ -134,12 +136,12 @@ _ENGINE = {
     "swap_copies_total": (
         "swap_copies_total",
         "counter",
-        "Runs of blocks copied to the host or back.",
+        "Transfers of block runs to the host or back.",
     ),
     "request_switch_seconds_total": (
         "switch_seconds_total",
         "counter",
-        "Time in which caches of requests were on the way to the host or back, s.",
+        "Time of cache transfers to the host or back, s.",
     ),
     "diffusion_forwards_total": (
         "diffusion_forwards_total",
@@ -149,7 +151,7 @@ _ENGINE = {
     "diffusion_request_forwards_total": (
         "diffusion_request_forwards_total",
         "counter",
-        "The same, counted for each request that was in them.",
+        "Forward passes, summed over the requests in them.",
     ),
     "diffusion_computed_tokens_total": (
         "diffusion_computed_tokens_total",
@@ -225,15 +227,15 @@ class _EngineCollector(Collector):
         yield self._one(
             "kv_cache_usage_perc",
             "gauge",
-            "Share of the cache blocks that requests hold; 1 is all of them.",
+            "Fraction of cache blocks in use, 0 to 1.",
             stats.get("blocks_used", 0.0) / total if total else 0.0,
         )
-        yield self._one("num_requests_open", "gauge", "Answers under way.", client.num_open)
+        yield self._one("num_requests_open", "gauge", "Open answers.", client.num_open)
         yield self._one("engine_up", "gauge", "1 while the engine runs.", client.ready)
         yield self._one(
             "engine_restarts_total",
             "counter",
-            "How often the engine was started again.",
+            "Number of engine restarts.",
             client.restarts,
         )
 
@@ -242,7 +244,7 @@ class _EngineCollector(Collector):
     def _debts(self, stats: Mapping[str, float]) -> Metric:
         """Who uses how many cache blocks of whom, where instances lend each other memory."""
         labels = [_LABEL, "debtor", "creditor"]
-        text = "Cache blocks that one instance uses of another."
+        text = "Cache blocks that an instance borrows from another."
         debts = GaugeMetricFamily(_PREFIX + _DEBTS, text, labels=labels)
         for key, blocks in stats.items():
             if key.startswith(DEBT_KEY):
@@ -262,7 +264,6 @@ class Metrics:
 
     Args:
         client: the engine whose numbers are shown too.
-        model: what the model is called in requests; the label ``model_name``.
     """
 
     def __init__(self, client: EngineClient, model: str) -> None:
@@ -273,7 +274,7 @@ class Metrics:
         )
         self._outcomes = Counter(
             _PREFIX + _OUTCOMES,
-            "Answers by how they ended.",
+            "Finished answers, by finish reason.",
             (_LABEL, "finished_reason"),
             registry=registry,
         )
@@ -285,14 +286,14 @@ class Metrics:
         ).labels(model)
         self._ttft = Histogram(
             _PREFIX + _TTFT,
-            "From the request to its first token, s.",
+            "TTFT: time from arrival to the first token, s.",
             (_LABEL,),
             buckets=_SECONDS,
             registry=registry,
         ).labels(model)
         gaps = Histogram(
             _PREFIX + _ITL,
-            "From a token of an answer to the next, s.",
+            "ITL: time between two tokens of an answer, s.",
             (_LABEL,),
             buckets=_TOKEN_SECONDS,
             registry=registry,
@@ -315,7 +316,7 @@ class Metrics:
         }
         self._latency = Histogram(
             _PREFIX + _LATENCY,
-            "From the request to the end of the answer, s.",
+            "E2E: time from arrival to the end of the answer, s.",
             (_LABEL,),
             buckets=_SECONDS,
             registry=registry,

@@ -1,7 +1,8 @@
 """OpenAI's requests: the fields of a body become what is asked of the engine.
 
 A field that would change the answer and is not supported is refused by name. A field that
-would not, such as ``user``, is ignored, as OpenAI does with fields it does not know.
+would not, such as ``user``, is ignored. One that is not known is ignored too, and the answer says
+so: see :mod:`shoal.serve.http.unknown`.
 """
 
 from __future__ import annotations
@@ -20,24 +21,27 @@ from shoal.serve.text.messages import read_messages
 from shoal.serve.text.structured import Form, read_form
 from shoal.serve.text.tools import Tools, read_tools
 
-__all__ = [
-    "ParsedRequest",
-    "check_model",
-    "read_chat",
-    "read_completion",
-    "read_prompts",
-    "too_long",
-]
-
-# Value that means "not used" -> what is given otherwise is refused.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+_REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
     "guided_grammar": (None,),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "logits_processors": (None, []),
+    "skip_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
 }
-_UNSUPPORTED_TEXT: dict[str, tuple[Any, ...]] = {"workers": (None, 1)}
-_UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
+REFUSED_TEXT: dict[str, tuple[Any, ...]] = {
+    **_REFUSED,
+    "workers": (None, 1),
+    "add_special_tokens": (None, True),
+}
+"""Fields of completions that would change the answer -> the values that mean "not used"."""
+REFUSED_CHAT: dict[str, tuple[Any, ...]] = {
+    **_REFUSED,
+    "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
@@ -46,6 +50,7 @@ _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "chat_template": (None,),
 }
+"""The same of chats."""
 
 _SALT_CHARS = 256
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of the older endpoint
@@ -56,6 +61,7 @@ class ParsedRequest:
     """A request that was understood.
 
     Args:
+        given: the field that has the prompt.
         prompts: texts or token ids to continue; empty for a chat.
         messages: messages of a chat; empty for a completion.
         template_values: further names for the chat template.
@@ -72,11 +78,13 @@ class ParsedRequest:
         model: the model that was asked for, or an adapter of it.
         salt: cached prompts are shared only with requests of the same one.
         echo: begin each answer with its prompt.
+        prompt_only: the answer is the prompt alone; one token is computed and left out.
         stream: send pieces as they come.
         include_usage: end the stream with a piece that has the number of tokens.
         token_ids: also report the ids of prompt and answer.
     """
 
+    given: str = "prompt"
     prompts: tuple[str | tuple[int, ...], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     template_values: dict[str, Any] = field(default_factory=dict)
@@ -93,6 +101,7 @@ class ParsedRequest:
     model: str = ""
     salt: str = ""
     echo: bool = False
+    prompt_only: bool = False
     stream: bool = False
     include_usage: bool = False
     token_ids: bool = False
@@ -114,7 +123,7 @@ def check_model(fields: Fields, served: Sequence[str]) -> None:
         wrong("model", name, f"the name of a model: {', '.join(served)}")
     if name not in served:
         raise ApiError(
-            f"model = {name[:80]!r}: no such model; this server has {', '.join(served)}",
+            f"model = {name[:80]!r}: unknown model; this server has {', '.join(served)}",
             status=404,
             param="model",
             code="model_not_found",
@@ -122,10 +131,13 @@ def check_model(fields: Fields, served: Sequence[str]) -> None:
 
 
 def _common(
-    fields: Fields, limits: HttpLimits, model: ModelInfo, served: Sequence[str]
+    fields: Fields,
+    limits: HttpLimits,
+    served: Sequence[str],
+    refused: Mapping[str, tuple[Any, ...]],
 ) -> dict[str, Any]:
     check_model(fields, served)
-    fields.refuse(_UNSUPPORTED)
+    fields.refuse(refused)
     n = fields.integer("n", 1, limits.choices, 1)
     assert n is not None
     best_of = fields.integer("best_of", 1, limits.choices, n)
@@ -232,7 +244,7 @@ def _bias(value: Any, limits: HttpLimits, model: ModelInfo) -> tuple[tuple[int, 
         wrong("logit_bias", given, f"an object of up to {limits.biases} token ids")
     values: dict[int, float] = {}
     for name, bias in value.items():
-        token = int(name) if name.isdecimal() and len(name) <= 9 else -1
+        token = int(name) if name.isascii() and name.isdecimal() and len(name) <= 9 else -1
         if not 0 <= token < model.vocab_size:
             wrong("logit_bias", name, f"token ids from 0 to {model.vocab_size - 1} as names")
         number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
@@ -276,26 +288,24 @@ def read_completion(
         ApiError: a field is wrong or not supported; names it.
     """
     fields = Fields(body)
-    common = _common(fields, limits, model, served)
-    fields.refuse(_UNSUPPORTED_TEXT)
+    common = _common(fields, limits, served, REFUSED_TEXT)
     logprobs = fields.integer("logprobs", 0, limits.logprobs, None)
     echo = fields.flag("echo")
-    if echo and logprobs is not None:
-        raise ApiError(
-            "echo with logprobs: log probabilities of prompts are not supported; leave out one",
-            param="echo",
-            code="unsupported_parameter",
-        )
     _check_form(fields, common["form"])
     prompts = read_prompts(fields.get("prompt"), limits, model, "prompt")
     _check_batch(len(prompts), common["best_of"], limits)
     default = min(_DEFAULT_COMPLETION_TOKENS, model.max_position)
-    most = fields.integer("max_tokens", 1, model.max_position, default)
+    wanted = fields.integer("max_tokens", 0, model.max_position, default)
+    if wanted == 0 and not echo:
+        wrong("max_tokens", 0, f"1 to {model.max_position}, or 0 with echo: the prompt alone")
+    most = max(1, wanted or 0)
+    sampling = _sampling(fields, limits, model, max_tokens=most, logprobs=logprobs)
     return ParsedRequest(
         prompts=prompts,
         max_tokens=most,
-        sampling=_sampling(fields, limits, model, max_tokens=most, logprobs=logprobs),
+        sampling=replace(sampling, prompt_logprobs=logprobs if echo else None),
         echo=echo,
+        prompt_only=wanted == 0,
         **common,
     )
 
@@ -374,8 +384,7 @@ def read_chat(
         ApiError: a field is wrong or not supported; names it.
     """
     fields = Fields(body)
-    common = _common(fields, limits, model, served)
-    fields.refuse(_UNSUPPORTED_CHAT)
+    common = _common(fields, limits, served, REFUSED_CHAT)
     top = fields.integer("top_logprobs", 0, limits.logprobs, None)
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
@@ -403,9 +412,10 @@ def read_chat(
     most = older if newer is None else newer
     logprobs = (top or 0) if wanted else None
     return ParsedRequest(
+        given="messages",
         tools=tools,
         messages=read_messages(fields.get("messages"), limits),
-        template_values=_template_values(fields.get("chat_template_kwargs")),
+        template_values=read_template_values(fields.get("chat_template_kwargs")),
         max_tokens=most,
         sampling=replace(
             _sampling(fields, limits, model, max_tokens=most, logprobs=logprobs), workers=workers
@@ -427,7 +437,12 @@ def _workers(fields: Fields, model: ModelInfo, n: int) -> int:
     return workers
 
 
-def _template_values(value: Any) -> dict[str, Any]:
+def read_template_values(value: Any) -> dict[str, Any]:
+    """Further names for a chat template.
+
+    Raises:
+        ApiError: they are not what they should be.
+    """
     if value is None:
         return {}
     expected = "up to 16 names with a string, number or boolean each"

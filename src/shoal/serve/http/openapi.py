@@ -9,25 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal import __version__
+from shoal.core.version import __version__
 from shoal.ir.serving import MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 from shoal.serve.http.limits import HttpLimits
-
-__all__ = ["document"]
+from shoal.serve.http.responses import SHARED
 
 _Schema = dict[str, Any]
 
 _STATUSES = {
     400: "A field of the request is wrong; `param` names it.",
     401: "No key, or a wrong one.",
-    403: "A foreign `Host`, or a web page of another site.",
+    403: "An unknown `Host`, or a web page of another origin.",
     404: "No such model, or no such path.",
-    405: "The path has another method.",
+    405: "The path does not support this method.",
     413: "The body is too large.",
     415: "The body is not `application/json`.",
-    429: "Too many answers are under way; see `Retry-After`.",
+    429: "Too many requests; see `Retry-After`.",
     431: "Headers are too large.",
-    500: "A mistake of the server.",
+    500: "An error of the server.",
     503: "The engine is being started again; see `Retry-After`.",
 }
 _ALWAYS = (400, 403, 405, 431, 500)
@@ -88,6 +87,7 @@ def _common(limits: HttpLimits, name: str) -> dict[str, _Schema]:
             "maxProperties": limits.biases,
         },
         "n": _integer(1, limits.choices),
+        "best_of": _integer(1, limits.choices),
         "seed": _integer(-(2**63), 2**63 - 1),
         "stop": {
             "anyOf": [
@@ -132,7 +132,7 @@ def _completion(limits: HttpLimits, name: str) -> _Schema:
         "prompt": _texts(limits),
         "logprobs": _integer(0, limits.logprobs),
         "echo": _FLAG,
-        "best_of": _integer(1, limits.choices),
+        "max_tokens": {"type": ["integer", "null"], "minimum": 0},
     }
     return _object({**_common(limits, name), **fields}, "model", "prompt")
 
@@ -143,10 +143,10 @@ def _message() -> _Schema:
     return _object(
         {
             "role": {"enum": roles},
-            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]},
-            "name": {"type": "string"},
-            "tool_calls": {"type": "array", "items": {"type": "object"}},
-            "tool_call_id": {"type": "string"},
+            "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": part}]},
+            "name": {"type": ["string", "null"]},
+            "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+            "tool_call_id": {"type": ["string", "null"]},
         },
         "role",
     )
@@ -219,26 +219,80 @@ def _object(fields: Mapping[str, _Schema], *required: str) -> _Schema:
     return {**made, "required": list(required)} if required else made
 
 
+def _response(limits: HttpLimits, name: str) -> _Schema:
+    item = _object(
+        {
+            "type": {"enum": ["message", "function_call", "function_call_output", "reasoning"]},
+            "role": {"enum": ["system", "developer", "user", "assistant"]},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _OBJECT}]},
+            "call_id": {"type": "string"},
+            "name": {"type": "string"},
+            "arguments": {"type": "string"},
+            "output": {"anyOf": [{"type": "string"}, {"type": "array", "items": _OBJECT}]},
+        }
+    )
+    items = {"type": "array", "items": item, "minItems": 1, "maxItems": limits.messages}
+    common = _common(limits, name)
+    fields: dict[str, _Schema] = {
+        "input": {"anyOf": [{"type": "string"}, items]},
+        "instructions": {"type": ["string", "null"]},
+        "max_output_tokens": {"type": ["integer", "null"], "minimum": 1},
+        "text": _OBJECT,
+        "tools": {"type": ["array", "null"], "items": _OBJECT, "maxItems": limits.tools},
+        "tool_choice": {"type": ["string", "object", "null"]},
+        "parallel_tool_calls": _FLAG,
+        "top_logprobs": _integer(0, limits.logprobs),
+        "include": {"type": ["array", "null"], "items": {"type": "string"}},
+        "previous_response_id": {"type": "null"},
+        "metadata": _OBJECT,
+        "chat_template_kwargs": _OBJECT,
+        "stream_options": _OBJECT,
+    }
+    return _object({**{n: common[n] for n in SHARED if n in common}, **fields}, "model", "input")
+
+
+def _rerank(limits: HttpLimits, name: str) -> _Schema:
+    text = {"type": "string", "minLength": 1}
+    document = {"anyOf": [text, _object({"text": text}, "text")]}
+    documents = {"type": "array", "items": document, "minItems": 1, "maxItems": limits.documents}
+    fields: dict[str, _Schema] = {
+        "model": {"const": name},
+        "query": text,
+        "documents": documents,
+        "top_n": {"type": ["integer", "null"], "minimum": 0},
+        "return_documents": _FLAG,
+        "pooling": {"enum": ["mean", "last", None]},
+        "priority": _integer(-(2**31), 2**31 - 1),
+    }
+    return _object(fields, "model", "query", "documents")
+
+
 _BODIES = {
     "/v1/completions": _completion,
     "/v1/chat/completions": _chat,
+    "/v1/responses": _response,
     "/v1/embeddings": _embeddings,
+    "/v1/rerank": _rerank,
+    "/rerank": _rerank,
     "/tokenize": _tokenize,
     "/detokenize": _detokenize,
 }
 _SUMMARIES = {
-    "/health": "Whether requests are taken.",
+    "/health": "Health check: whether requests are accepted.",
     "/version": "Version of Shoal.",
-    "/metrics": "Numbers for Prometheus.",
+    "/metrics": "Metrics in the Prometheus format.",
     "/openapi.json": "This document.",
-    "/v1/models": "What is served.",
-    "/v1/models/{model}": "What is served under a name.",
-    "/v1/workers": "What concurrent workers see now.",
-    "/v1/completions": "Continue texts or tokens.",
-    "/v1/chat/completions": "Answer the messages of a chat.",
-    "/v1/embeddings": "Vectors of texts.",
-    "/tokenize": "The tokens of a text or of a chat.",
-    "/detokenize": "The text of tokens.",
+    "/v1/models": "List of models.",
+    "/v1/models/{model}": "One model.",
+    "/v1/workers": "Current views of concurrent workers.",
+    "/v1/completions": "Completions of texts or token ids.",
+    "/v1/chat/completions": "Chat completions.",
+    "/v1/responses": "Responses.",
+    "/v1/embeddings": "Embeddings.",
+    "/v1/rerank": "Reranking: documents sorted by similarity to a query.",
+    "/rerank": "Reranking, under the path that some clients use.",
+    "/tokenize": "Tokenize a text or a chat.",
+    "/detokenize": "Detokenize.",
 }
 _ERROR: _Schema = _object(
     {
@@ -254,6 +308,11 @@ _ERROR: _Schema = _object(
     },
     "error",
 )
+
+
+def fields_of(limits: HttpLimits) -> dict[str, frozenset[str]]:
+    """The fields of every body, by its path."""
+    return {path: frozenset(body(limits, "")["properties"]) for path, body in _BODIES.items()}
 
 
 def document(routes: tuple[tuple[str, str], ...], limits: HttpLimits, name: str) -> dict[str, Any]:
@@ -282,7 +341,7 @@ def _operation(method: str, path: str, limits: HttpLimits, name: str) -> dict[st
     kinds = ["application/json"]
     if path == "/metrics":
         kinds = ["text/plain"]
-    elif path.endswith("completions"):
+    elif path.endswith(("completions", "responses")):
         kinds.append("text/event-stream")
     statuses = (*_ALWAYS, *(_WRITTEN if method == "POST" else _READ))
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}

@@ -28,6 +28,7 @@ from shoal.serve.engine.launch import EngineProcess, launch
 from shoal.serve.engine.process import DEFAULT_FACTORY
 from shoal.serve.http.draining import DrainState
 from shoal.serve.http.limits import HttpLimits
+from shoal.train.layout import model_name
 
 if TYPE_CHECKING:
     import uvicorn
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
     from shoal.serve.cluster.replicas import Replicas
     from shoal.serve.http.guard import AccessControl
-
-__all__ = ["Backend", "RunningServer", "ServerOptions", "running", "serve", "serve_at"]
 
 log = logging.getLogger("shoal.serve")
 
@@ -53,7 +52,7 @@ class ServerOptions:
     Args:
         host: address to listen on; anything but this machine itself needs a key.
         port: 0 for any free one.
-        name: what the model is called in requests; None for its directory's name.
+        name: what the model is called in requests; None for that of its run, or its directory.
         key: what callers must send; None lets all users of this machine in.
         hosts: further names that ``Host`` may have.
         origins: web pages that may call.
@@ -106,11 +105,9 @@ class Backend(Protocol):
 
     def end_all(self, reason: str) -> None:
         """End every open answer with an error."""
-        ...
 
     async def stop(self) -> None:
         """End its processes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -342,7 +339,7 @@ def _address(options: ServerOptions, listener: socket.socket) -> str:
 
 
 def _name(job: ServeJob, options: ServerOptions) -> str:
-    return options.name or Path(job.model).resolve().name
+    return options.name or model_name(Path(job.model))
 
 
 async def _start_engine(
@@ -351,11 +348,11 @@ async def _start_engine(
     """Everything that takes time, while the engine loads."""
     loading = asyncio.create_task(client.start())
     try:
+        from shoal.corpora.chat.template import load_template
         from shoal.serve.adapters.routes import AdapterPlaces
         from shoal.serve.http.api import create_app
         from shoal.serve.http.traces import exporting
         from shoal.serve.text.pieces import TextModel
-        from shoal.serve.text.template import load_template
 
         directory = Path(job.model)
         text = await asyncio.to_thread(TextModel, directory)

@@ -15,15 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.core.errors import ServeError
 from shoal.serve.http.answer import ResponseDelta
-from shoal.serve.http.errors import ApiError, as_api_error, error_body
+from shoal.serve.http.errors import ApiError, as_api_error
 from shoal.serve.http.writers import ResponseWriter
-
-__all__ = ["EventStream", "events", "gather", "merge", "until_gone"]
 
 log = logging.getLogger("shoal.serve")
 
 _T = TypeVar("_T")
-_DONE = b"data: [DONE]\n\n"
 # Items of several answers that wait for the connection together.
 _MERGE_AHEAD = 32
 # Events that are written without a look at the loop, which may know that the client has left:
@@ -105,13 +102,13 @@ async def gather(
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
-    return (
-        b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    named = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{named}data: {data}\n\n".encode()
 
 
 async def events(
-    run: AsyncGenerator[tuple[int, ResponseDelta], None], writer: ResponseWriter, *, usage: bool
+    run: AsyncGenerator[tuple[int, ResponseDelta], None], writer: ResponseWriter
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events of a job.
 
@@ -124,19 +121,18 @@ async def events(
             async for index, piece in run:
                 if index not in opened:
                     opened.add(index)
-                    opening = writer.opening(index)
-                    if opening is not None:
-                        yield _event(writer.chunk([opening]))
-                delta = writer.delta(index, piece)
-                if delta is not None:
-                    yield _event(writer.chunk([delta]))
-        if usage:
-            yield _event(writer.chunk([], last=True))
+                    for value in writer.opening(index):
+                        yield _event(value)
+                for value in writer.delta(index, piece):
+                    yield _event(value)
+        for value in writer.ending():
+            yield _event(value)
     except Exception as cause:
         if not opened:
             raise
-        yield _event(error_body(_as_event(cause)))
-    yield _DONE
+        yield _event(writer.failed(_as_event(cause)))
+    if writer.done:
+        yield writer.done
 
 
 def _as_event(cause: Exception) -> ApiError:
@@ -144,7 +140,7 @@ def _as_event(cause: Exception) -> ApiError:
         return as_api_error(cause)
     log.error("a stream failed", exc_info=cause)
     return ApiError(
-        "the server failed on this request; its log has the reason",
+        "internal error on this request; see its log",
         status=500,
         code="server_error",
     )

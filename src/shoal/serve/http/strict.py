@@ -14,8 +14,6 @@ import re
 import h11
 from h11._receivebuffer import ReceiveBuffer
 
-__all__ = ["StrictBuffer"]
-
 _BARE = re.compile(rb"(?<!\r)\n")
 _SIZE = re.compile(rb"[0-9A-Fa-f]*")
 _MOST = 2**63 - 1

@@ -17,15 +17,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.core.errors import ServeError
+from shoal.core.errors import ServeError, install
 from shoal.ir.serving import SamplingParams
 from shoal.serve.http.metrics import Timer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
-
-__all__ = ["Operation", "RequestSpan", "RequestTracer", "exporting"]
 
 Operation = Literal["chat", "text_completion", "embeddings"]
 
@@ -57,7 +55,7 @@ def exporting(endpoint: str) -> TracerProvider:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as cause:
         raise ServeError(
-            f"traces need OpenTelemetry ({cause}); install it with: pip install 'shoal-ml[traces]'"
+            f"traces need OpenTelemetry ({cause}); install it with {install('traces')}"
         ) from cause
     provider = TracerProvider(resource=Resource.create({"service.name": "shoal"}))
     # A redirect would take the headers, which may hold a key, to a host that was not named.
@@ -130,7 +128,6 @@ class RequestTracer:
 
     Args:
         provider: receives them; None for no traces.
-        model: what the model is called in requests.
     """
 
     def __init__(self, provider: TracerProvider | None, model: str) -> None:

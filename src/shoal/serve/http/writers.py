@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from shoal.ir.serving import SamplingParams
-from shoal.serve.http.answer import ResponseBuilder, ResponseDelta
+from shoal.ir.serving import Request, SamplingParams
+from shoal.serve.http.answer import LogprobEntry, ResponseBuilder, ResponseDelta
+from shoal.serve.http.errors import ApiError, error_body
 from shoal.serve.http.logprobs import chat_logprobs, completion_logprobs, usage
 from shoal.serve.http.openai import ParsedRequest
 from shoal.serve.text.tools import ToolCallReader
-
-__all__ = ["ChatWriter", "CompletionWriter", "GenerationJob", "PreparedPrompt", "ResponseWriter"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,7 @@ class GenerationJob:
     """Everything that an HTTP request makes the engine do.
 
     Args:
-        id: of the answer.
         created: s since 1970.
-        ask: what was asked.
         prompts: each gets ``ask.best_of`` answers.
         params: of each answer.
         answers: what has come of each.
@@ -53,6 +50,24 @@ class GenerationJob:
         """The prompt that an answer belongs to."""
         return self.prompts[index // self.ask.best_of]
 
+    def request(self, index: int, *, adapter: str | None = None) -> Request:
+        """What the engine computes for an answer; ``adapter`` of the model, or None."""
+        prompt, choice = list(self.prompt_of(index).tokens), index % self.ask.best_of
+        own, params = f"{self.id}-{index}", self.params[index]
+        # What is found in a cache has no log probabilities.
+        alone = params.prompt_logprobs is not None
+        return Request(
+            own,
+            prompt,
+            len(prompt),
+            params,
+            priority=self.ask.priority,
+            adapter=adapter,
+            salt=own if alone else self.ask.salt,
+            # Other answers to the same prompt begin with the cache of the first.
+            fork_of=f"{self.id}-{index - choice}" if choice and not alone else None,
+        )
+
     def usage(self) -> dict[str, Any]:
         """Tokens so far; of a prompt with several answers, those that its first one found."""
         return usage(
@@ -63,30 +78,36 @@ class GenerationJob:
 
 
 class ResponseWriter(Protocol):
-    """How the pieces of a job become JSON."""
+    """How the pieces of a job become JSON.
 
-    def chunk(self, choices: list[dict[str, Any]], *, last: bool = False) -> dict[str, Any]:
-        """A chunk of a stream; the last one, without choices, has the usage."""
-        ...
+    Attributes:
+        done: what a stream ends with, behind its events.
+    """
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice that comes before an answer's first piece, if there is one."""
-        ...
+    done: bytes
 
-    def delta(self, index: int, piece: ResponseDelta) -> dict[str, Any] | None:
-        """The choice of a piece; None if it has nothing to send yet."""
-        ...
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """The events before an answer's first piece."""
+
+    def delta(self, index: int, piece: ResponseDelta) -> list[dict[str, Any]]:
+        """The events of a piece; none if it has nothing to send yet."""
+
+    def ending(self) -> list[dict[str, Any]]:
+        """The events behind the last piece of all answers."""
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The event of an error in the middle of a stream."""
 
     def whole(self, answers: Sequence[ResponseDelta]) -> dict[str, Any]:
         """All answers at once."""
-        ...
 
 
 class _Writer:
-    """What both endpoints share."""
+    """What answers of choices share."""
 
     kind = ""
     chunk_kind = ""
+    done = b"data: [DONE]\n\n"
 
     def __init__(self, job: GenerationJob, name: str) -> None:
         self._job = job
@@ -101,12 +122,19 @@ class _Writer:
             "choices": choices,
         }
 
-    def chunk(self, choices: list[dict[str, Any]], *, last: bool = False) -> dict[str, Any]:
-        """A chunk of a stream; the last one has the usage."""
-        frame = self._frame(self.chunk_kind, choices)
+    def ending(self) -> list[dict[str, Any]]:
+        """A chunk with the usage, where it was asked for."""
+        return self._chunk(last=True) if self._job.ask.include_usage else []
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The error in its one shape."""
+        return error_body(error)
+
+    def _chunk(self, *choices: dict[str, Any], last: bool = False) -> list[dict[str, Any]]:
+        frame = self._frame(self.chunk_kind, [*choices])
         if self._job.ask.include_usage:
             frame["usage"] = self._job.usage() if last else None
-        return frame
+        return [frame]
 
     def _silent(self, piece: ResponseDelta) -> bool:
         return not (piece.text or piece.entries or piece.finish or self._job.ask.token_ids)
@@ -126,23 +154,23 @@ class CompletionWriter(_Writer):
 
     kind = chunk_kind = "text_completion"
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> list[dict[str, Any]]:
         """The prompt, where it is echoed."""
-        return (
-            self._choice(index, ResponseDelta(text=self._echo(index)))
-            if self._echo(index)
-            else None
-        )
+        if not self._job.ask.echo:
+            return []
+        piece = ResponseDelta(text=self._echo(index))
+        return self._chunk(self._choice(index, piece, self._job.answers[index].prompt))
 
-    def delta(self, index: int, piece: ResponseDelta) -> dict[str, Any] | None:
+    def delta(self, index: int, piece: ResponseDelta) -> list[dict[str, Any]]:
         """A piece of text."""
-        return None if self._silent(piece) else self._choice(index, piece)
+        return [] if self._silent(piece) else self._chunk(self._choice(index, piece))
 
     def whole(self, answers: Sequence[ResponseDelta]) -> dict[str, Any]:
         """All answers at once."""
         choices = []
         for place, index in enumerate(self._kept(answers)):
-            choice = {**self._choice(index, answers[index], whole=True), "index": place}
+            prompt = self._job.answers[index].prompt
+            choice = {**self._choice(index, answers[index], prompt, whole=True), "index": place}
             choice["text"] = self._echo(index) + choice["text"]
             choices.append(choice)
         return {**self._frame(self.kind, choices), "usage": self._job.usage()}
@@ -166,13 +194,20 @@ class CompletionWriter(_Writer):
     def _echo(self, index: int) -> str:
         return (self._job.prompt_of(index).text or "") if self._job.ask.echo else ""
 
-    def _choice(self, index: int, piece: ResponseDelta, *, whole: bool = False) -> dict[str, Any]:
+    def _choice(
+        self,
+        index: int,
+        piece: ResponseDelta,
+        prompt: Sequence[LogprobEntry] = (),
+        *,
+        whole: bool = False,
+    ) -> dict[str, Any]:
         wanted = self._job.ask.logprobs is not None
         start = len(self._job.prompt_of(index).text or "")
         return {
             "index": index,
             "text": piece.text,
-            "logprobs": completion_logprobs(piece.entries, start) if wanted else None,
+            "logprobs": completion_logprobs(piece.entries, start, prompt) if wanted else None,
             "finish_reason": piece.finish,
             **self._ids(index, piece, with_prompt=whole),
         }
@@ -189,32 +224,31 @@ class ChatWriter(_Writer):
         tools = job.ask.tools is not None
         self._readers = [ToolCallReader() if tools else None for _ in job.params]
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> list[dict[str, Any]]:
         """Who speaks."""
-        return {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk(choice)
 
-    def delta(self, index: int, piece: ResponseDelta) -> dict[str, Any] | None:
+    def delta(self, index: int, piece: ResponseDelta) -> list[dict[str, Any]]:
         """A piece of text, or calls."""
         if self._silent(piece):
-            return None
+            return []
         text, calls = self._read(index, piece)
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = calls
         if not delta and self._silent(replace(piece, text="")):
-            return None  # the text may be part of a call
-        return {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._logprobs(piece),
-            "finish_reason": self._finish(index, piece),
-            **self._ids(index, piece, with_prompt=False),
-        }
+            return []  # the text may be part of a call
+        return self._chunk(
+            {
+                "index": index,
+                "delta": delta,
+                "logprobs": self._logprobs(piece),
+                "finish_reason": self._finish(index, piece),
+                **self._ids(index, piece, with_prompt=False),
+            }
+        )
 
     def whole(self, answers: Sequence[ResponseDelta]) -> dict[str, Any]:
         """All answers at once."""

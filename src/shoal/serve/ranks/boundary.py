@@ -27,8 +27,6 @@ from shoal.core.errors import RankError
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["RankBoundary"]
-
 _TAG, _ACK = "activations", "taken"
 # Bytes before the states: ticket, tokens, ns when it was sent. A whole cache line, so that
 # the states behind them are aligned.

@@ -14,10 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.core.errors import RankError, ShoalError
-from shoal.ir import Chunk, Copy, Request, Step, StepResult, TokenInfo, Transfer
-from shoal.serve.engine.wire import pack_params, unpack_params
-
-__all__ = ["CommandQueue", "CommandReader", "CommandWriter", "pack_result", "unpack_result"]
+from shoal.ir import Chunk, Copy, Request, Step, StepResult, Transfer
+from shoal.serve.engine.wire import pack_infos, pack_params, unpack_infos, unpack_params
 
 
 class _Known:
@@ -175,11 +173,9 @@ def pack_result(ticket: int, result: StepResult) -> dict[str, Any]:
         "kind": "result",
         "ticket": ticket,
         "tokens": {name: list(tokens) for name, tokens in result.tokens.items()},
-        "infos": {
-            name: [[info.logprob, info.top] for info in infos]
-            for name, infos in result.infos.items()
-        },
+        "infos": {name: pack_infos(infos) for name, infos in result.infos.items()},
         "vectors": {name: list(values) for name, values in result.vectors.items()},
+        "prompts": {n: [first, pack_infos(infos)] for n, (first, infos) in result.prompts.items()},
         "failed": dict(result.failed),
         "errors": dict(result.errors),
         "seconds": result.seconds,
@@ -191,14 +187,9 @@ def unpack_result(raw: Mapping[str, Any]) -> StepResult:
     """The inverse of :func:`pack_result`."""
     return StepResult(
         tokens={name: tuple(tokens) for name, tokens in raw["tokens"].items()},
-        infos={
-            name: tuple(
-                TokenInfo(logprob, tuple((token, value) for token, value in top))
-                for logprob, top in infos
-            )
-            for name, infos in raw["infos"].items()
-        },
+        infos={name: unpack_infos(infos) for name, infos in raw["infos"].items()},
         vectors=raw["vectors"],
+        prompts={n: (first, unpack_infos(infos)) for n, (first, infos) in raw["prompts"].items()},
         failed=raw["failed"],
         errors=raw["errors"],
         seconds=raw["seconds"],

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
     from shoal.serve.ranks.boundary import RankBoundary
 
-__all__ = ["PartModel", "check_parts", "layers_of"]
-
 # Under these tags the meter counts the two sums of a layer, and the scores of the head.
 _SUM, _HEAD = "tensor", "vocabulary"
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["NoSums", "SlowSums"]
-
 # Who sleeps wakes up this much late; the rest is spent looking at the clock.
 _LATE_S = 1e-3
 

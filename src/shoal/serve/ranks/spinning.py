@@ -13,8 +13,6 @@ import os
 import sys
 from collections.abc import MutableMapping
 
-__all__ = ["spin_briefly"]
-
 # Turns of a loop; some 20 microseconds.
 _SPINS = "20000"
 
@@ -24,9 +22,6 @@ def spin_briefly(environment: MutableMapping[str, str] | None = None) -> bool:
 
     What the user has set is left alone. Returns whether it takes effect: the library reads
     it when torch is first imported.
-
-    Args:
-        environment: of the process; this one's own if not given.
     """
     own = environment is None
     target = os.environ if environment is None else environment

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from shoal.model.parameters import Parameters
     from shoal.parallel.protocols import Comm
 
-__all__ = ["Rank", "run"]
-
 _READ_BYTES = 2**20
 
 
@@ -42,9 +40,6 @@ class Rank:
     """The part of the engine that one rank is.
 
     Args:
-        comm: all ranks of the engine.
-        job: what to serve.
-        parameters: of the whole model.
         blocking: of :class:`~shoal.serve.ranks.boundary.RankBoundary`.
         latency_s: of the same, and of a sum over the ranks of a stage.
         sums: False leaves those out, to time the computation alone; the tokens are then wrong.
@@ -107,6 +102,7 @@ class Rank:
         from shoal.serve.engine.build import attention_kernel
         from shoal.serve.engine.hooks import EngineHook
         from shoal.serve.engine.pooling import PoolingHook
+        from shoal.serve.engine.prompt_logprobs import PromptLogprobs
         from shoal.serve.engine.runner import LocalRunner
         from shoal.serve.text.grammar import Grammars, vocabulary
 
@@ -120,7 +116,11 @@ class Rank:
             form=table("kv_format").build(job.kv_format, where="kv_format"),
         )
         size = self._config.vocab_size
-        hooks: list[EngineHook] = [PoolingHook(), Grammars(lambda: vocabulary(job, size))]
+        hooks: list[EngineHook] = [
+            PoolingHook(),
+            PromptLogprobs(self.model.logits, size),
+            Grammars(lambda: vocabulary(job, size)),
+        ]
         if job.host_tokens:
             # One rank answers for all of them, so on each they are over with their step.
             mover = HostMover(cache, HostStore(cache, job.host_tokens // block_size))
@@ -167,7 +167,7 @@ class _Controller:
         try:
             return next(self._messages)
         except (StopIteration, OSError):
-            raise ServeError("the controller of these ranks is gone") from None
+            raise ServeError("the controller of these ranks has ended") from None
 
     def _read(self) -> Iterator[dict[str, Any]]:
         decoder = Decoder()

@@ -49,8 +49,6 @@ from shoal.serve.ranks.commands import CommandWriter, unpack_result
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
 
-__all__ = ["RankedEngine", "RankedRunner", "build_engine", "ranked_engine"]
-
 _TARGET = "shoal.serve.ranks.worker:run"
 _READ_BYTES = 2**20
 _POLL_S = 0.1
@@ -80,7 +78,6 @@ class RankedRunner:
     """Ranks that compute steps; a :class:`~shoal.ir.engine.Runner` with several under way.
 
     Args:
-        job: what to serve; ``parallel`` says by how many ranks.
         threads: of each rank.
         blocking: of :class:`~shoal.serve.ranks.boundary.RankBoundary`, to compare with.
         latency_s: of the same, to emulate a slower link between stages, and between the ranks of
@@ -313,13 +310,7 @@ def _peer_process(connection: socket.socket) -> int:
 
 
 class RankedEngine(AheadEngine):
-    """Requests in, tokens out, by ranks.
-
-    Args:
-        scheduler: decides what runs.
-        runner: the ranks.
-        **options: of :class:`~shoal.serve.engine.loop.Engine`.
-    """
+    """Requests in, tokens out, by ranks."""
 
     def __init__(self, scheduler: OpenScheduler, runner: RankedRunner, **options: Any) -> None:
         super().__init__(scheduler, runner, **options)
@@ -364,6 +355,7 @@ def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> Ranked
     from shoal.serve.cache.host import HostCopyHook
     from shoal.serve.engine.build import DTYPES, concrete
     from shoal.serve.engine.pooling import PoolingHook
+    from shoal.serve.engine.prompt_logprobs import PromptLogprobs
     from shoal.serve.ranks.part import check_parts
 
     check_parts(job, config)
@@ -382,10 +374,8 @@ def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> Ranked
         chosen: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
         scheduler = cast("OpenScheduler", chosen.build(kv, job.limits, preemption))
         runner.allocate(job, kv.num_blocks, kv.block_size)
-        hooks = (
-            HostCopyHook(),
-            PoolingHook(),
-        )  # the ranks copy and pool; here it is counted and reported
+        # The ranks copy, pool and score; here it is counted and reported.
+        hooks = (HostCopyHook(), PoolingHook(), PromptLogprobs())
         return RankedEngine(scheduler, runner, kv=kv, vocab_size=config.vocab_size, hooks=hooks)
     except BaseException:
         runner.close()

@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-__all__ = ["CALL_BEGIN", "CALL_END"]
-
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"

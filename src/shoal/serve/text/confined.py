@@ -18,8 +18,6 @@ from typing import Any
 from shoal.core import children
 from shoal.serve.engine.frames import PRIVATE, Decoder, encode
 
-__all__ = ["ConfinedProcess", "answer_all"]
-
 _READ_BYTES = 2**16
 _START_S = 30.0
 

@@ -38,15 +38,8 @@ if TYPE_CHECKING:
 
     from shoal.serve.engine.build import EngineBuilder
 
-__all__ = [
-    "GrammarError",
-    "Grammars",
-    "Vocabulary",
-    "grammar_of",
-    "grammars_of",
-    "trial",
-    "vocabulary",
-]
+GRAMMAR = "its grammar"
+"""The first words of why a request whose grammar cannot be followed is refused."""
 
 # What lies between the signs of JSON: nothing, a blank, or a new line with its indent. With no
 # limit an undecided model would write blanks for ever.
@@ -241,7 +234,6 @@ class Grammars(EngineHook):
     def adjust(
         self, scores_RV: Tensor, rows: Sequence[int], requests: Sequence[Request]
     ) -> Mapping[str, str]:
-        """See :class:`~shoal.serve.engine.hooks.EngineHook`."""
         import torch
 
         formed = [requests[row] for row in rows]
@@ -268,12 +260,12 @@ class Grammars(EngineHook):
             try:
                 (matching,) = self._matchings.of([request])
             except ShoalError as cause:  # a model without a tokenizer
-                failed[request.id] = f"its grammar: {cause}"
+                failed[request.id] = f"{GRAMMAR}: {cause}"
                 continue
             matching.advance()
             mask = matching.matcher.compute_bitmask()
             if matching.matcher.is_error():
-                failed[request.id] = f"its grammar: {matching.matcher.get_error()[:400]}"
+                failed[request.id] = f"{GRAMMAR}: {matching.matcher.get_error()[:400]}"
                 continue
             bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
             assert self._tokenizer is not None
@@ -282,7 +274,7 @@ class Grammars(EngineHook):
             if bits[end]:
                 allowed[row, list(request.params.stop_ids)] = True
             if not allowed[row].any():
-                failed[request.id] = "its grammar allows no token of this model"
+                failed[request.id] = f"{GRAMMAR} allows no token of this model"
         return allowed, failed
 
     def _compile(self, grammar: str) -> LLMatcher:

@@ -11,8 +11,6 @@ from shoal.serve.http.errors import ApiError
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.text.confined import ConfinedProcess
 
-__all__ = ["GrammarCheck"]
-
 _KEPT = 64
 # Forms that wait for the one worker; more are refused until later.
 _WAITING = 32
@@ -43,11 +41,11 @@ class GrammarCheck:
         """
         text = json.dumps(form, sort_keys=True)
         if len(text) > self._limits.grammar_bytes:
-            raise _bad(param, f"larger than {self._limits.grammar_bytes} B")
+            raise bad_form(param, f"larger than {self._limits.grammar_bytes} B")
         if text not in self._known:
             if self._waiting >= _WAITING:
                 raise ApiError(
-                    f"{self._waiting} grammars wait to be read: expected at most {_WAITING}; "
+                    f"{self._waiting} grammars wait for compilation: expected at most {_WAITING}; "
                     "try again",
                     status=429,
                     code="overloaded",
@@ -72,18 +70,19 @@ class GrammarCheck:
         try:
             message = await self._worker.ask({"form": form})
         except TimeoutError:
-            raise _bad(
+            raise bad_form(
                 param, f"too large: not compiled within {self._limits.grammar_s:g} s"
             ) from None
         except EOFError:
-            raise _bad(param, "too large: it takes more memory than a grammar may") from None
+            raise bad_form(param, "too large: it exceeds the memory limit of grammars") from None
         if message["kind"] == "bad":
-            raise _bad(param, message["message"])
+            raise bad_form(param, message["message"])
         grammar: str = message["grammar"]
         return grammar
 
 
-def _bad(param: str, why: str) -> ApiError:
+def bad_form(param: str, why: str) -> ApiError:
+    """The error of a form that cannot be kept to."""
     return ApiError(
-        f"{param}: {why}; give a smaller or plainer one", param=param, code="invalid_grammar"
+        f"{param}: {why}; give a smaller or simpler one", param=param, code="invalid_grammar"
     )

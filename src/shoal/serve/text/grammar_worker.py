@@ -14,8 +14,6 @@ from shoal.core.errors import ShoalError
 from shoal.serve.text.confined import answer_all
 from shoal.serve.text.grammar import trial
 
-__all__ = ["main"]
-
 MEMORY_BYTES = 2**30
 
 

@@ -9,8 +9,6 @@ from shoal.serve.http.fields import wrong
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.text.tools import read_call
 
-__all__ = ["read_messages"]
-
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -40,7 +38,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
                 code="unsupported_parameter",
             )
     calls = value.get("tool_calls")
-    if calls:
+    if calls not in (None, []):
         if role != "assistant" or not isinstance(calls, list):
             wrong(f"{where}.tool_calls", calls, "a list of calls, in a message of the assistant")
         calls = [read_call(one, f"{where}.tool_calls[{i}]") for i, one in enumerate(calls)]
@@ -52,12 +50,12 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     }
     if calls:
         message["tool_calls"] = calls
-    answered = value.get("tool_call_id")
-    if isinstance(answered, str):
-        message["tool_call_id"] = answered
-    speaker = value.get("name")
-    if isinstance(speaker, str):
-        message["name"] = speaker
+    for name in ("tool_call_id", "name"):
+        text = value.get(name)
+        if text is not None:
+            if not isinstance(text, str):
+                wrong(f"{where}.{name}", text, "a string")
+            message[name] = text
     return message
 
 

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core.errors import ModelError
+from shoal.core.folder import read_json
 from shoal.corpora.tokenizer import check_vocab, load, locate
-from shoal.serve.text.folder import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-__all__ = ["READ_WHOLE", "Detokenizer", "StopStrings", "TextModel"]
 
 READ_WHOLE = 2**18
 """Characters that are tokenised in any case, in some 100 ms: how long a prompt is, is said."""
@@ -44,11 +42,9 @@ class Detokenizer(Protocol):
 
     def feed(self, token: int) -> str:
         """The text that is certain now and was not before."""
-        ...
 
     def finish(self) -> str:
         """What was held back; half a character becomes U+FFFD."""
-        ...
 
 
 class _ByteLevel:

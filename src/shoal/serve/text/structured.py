@@ -8,8 +8,6 @@ from typing import Any
 
 from shoal.serve.http.fields import Fields, wrong
 
-__all__ = ["Form", "read_form"]
-
 Form = tuple[str, Mapping[str, Any]]
 """The field that asked for it, and the form: see :mod:`shoal.serve.text.grammar`."""
 

@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.core.errors import ShoalError
+from shoal.corpora.chat.template import PLAIN, ChatTemplate
 from shoal.serve.engine.frames import encode
 from shoal.serve.text.confined import answer_all
-from shoal.serve.text.template import PLAIN, ChatTemplate
-
-__all__ = ["MEMORY_BYTES", "main"]
 
 MEMORY_BYTES = 256 * 2**20
 

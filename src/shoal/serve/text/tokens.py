@@ -11,8 +11,6 @@ from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.openai import check_model
 from shoal.serve.text.messages import read_messages
 
-__all__ = ["read_detokenize", "read_tokenize"]
-
 
 def read_tokenize(
     body: Mapping[str, Any], limits: HttpLimits, served: Sequence[str]

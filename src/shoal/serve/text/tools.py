@@ -24,8 +24,6 @@ from shoal.serve.http.limits import HttpLimits
 from shoal.serve.text.calls import CALL_BEGIN, CALL_END
 from shoal.serve.text.structured import Form
 
-__all__ = ["ToolCall", "ToolCallDelta", "ToolCallReader", "Tools", "read_call", "read_tools"]
-
 # What comes before the arguments of a call, with its name.
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -112,14 +110,23 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict):
         wrong(f"{where}.function", function, "an object with a name")
+    return read_function(function, f"{where}.function")
+
+
+def read_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Name and parameters of a function.
+
+    Raises:
+        ApiError: they are not what they should be.
+    """
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        wrong(f"{where}.function.name", name, "1 to 64 letters, digits, _, - and .")
+        wrong(f"{where}.name", name, "1 to 64 letters, digits, _, - and .")
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"type": "object"}
-    if not isinstance(parameters, dict):
-        wrong(f"{where}.function.parameters", parameters, "a JSON schema")
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        wrong(f"{where}.parameters", parameters, "a JSON schema of type object")
     return {"name": name, "parameters": parameters}
 
 
@@ -132,19 +139,28 @@ def read_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         wrong(where, call, "a call with function.name and function.arguments")
-    arguments = function.get("arguments")
-    try:
-        value = json.loads(arguments) if isinstance(arguments, str) and arguments else {}
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        wrong(f"{where}.function.arguments", arguments, "a JSON object as a string")
+    arguments = call_arguments(function.get("arguments"), f"{where}.function.arguments")
     identity = call.get("id")
     return {
         "id": identity if isinstance(identity, str) else "",
         "type": "function",
-        "function": {"name": function["name"], "arguments": value},
+        "function": {"name": function["name"], "arguments": arguments},
     }
+
+
+def call_arguments(arguments: Any, where: str) -> dict[str, Any]:
+    """The arguments of a call; none if they are empty.
+
+    Raises:
+        ApiError: they are no JSON object.
+    """
+    try:
+        value = {} if arguments in (None, "") else json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        wrong(where, arguments, "a JSON object as a string")
+    return value
 
 
 @dataclass

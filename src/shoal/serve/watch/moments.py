@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from shoal.serve.watch.scrape import Scrape, quantile
 from shoal.serve.watch.upstream import ServerHealth, Upstream
 
-__all__ = ["WINDOW_S", "Moment", "Watch"]
-
 WINDOW_S = 30.0
 # Between two questions, at least; and how far back the pictures go.
 EVERY_S, KEPT_S = 1.0, 300.0

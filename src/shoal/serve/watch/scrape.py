@@ -7,19 +7,14 @@ a histogram, as Prometheus does it.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Scrape", "quantile", "share_below"]
+from prometheus_client.parser import text_string_to_metric_families
 
-# A name, labels whose quoted values may have any sign in them, and a value.
-_SAMPLE = re.compile(
-    r'^shoal:(?P<name>\w+)(?:\{(?P<labels>(?:[^"}]|"(?:[^"\\]|\\.)*")*)\})? (?P<value>\S+)',
-    re.MULTILINE,
-)
-_BOUND = re.compile(r'(?:^|,)le="([^"]+)"')
-_REPLICA = re.compile(r'(?:^|,)replica="([^"]+)"')
+from shoal.core.errors import ServeError
+
+_PREFIX = "shoal:"
 
 
 @dataclass(frozen=True)
@@ -40,27 +35,32 @@ class Scrape:
 
     @classmethod
     def of(cls, text: str) -> Scrape:
-        """What the page says; lines that are no samples of Shoal are passed over."""
+        """What the page says of Shoal's metrics; others are passed over.
+
+        Raises:
+            ServeError: it is no page of metrics.
+        """
         sums: dict[str, float] = {}
         counts: dict[str, int] = {}
         buckets: dict[str, dict[float, float]] = {}
         replicas = set()
-        for match in _SAMPLE.finditer(text):
-            name, labels = match["name"], match["labels"] or ""
-            bound = _BOUND.search(labels)
-            try:
-                value = float(match["value"])
-                limit = float(bound[1]) if bound else 0.0
-            except ValueError:
-                continue
-            if (replica := _REPLICA.search(labels)) is not None:
-                replicas.add(replica[1])
-            if bound is None:
-                sums[name] = sums.get(name, 0.0) + value
-                counts[name] = counts.get(name, 0) + 1
-            else:
-                known = buckets.setdefault(name.removesuffix("_bucket"), {})
-                known[limit] = known.get(limit, 0.0) + value
+        try:
+            families = list(text_string_to_metric_families(text))
+            for sample in (one for family in families for one in family.samples):
+                if not sample.name.startswith(_PREFIX):
+                    continue
+                name, value = sample.name.removeprefix(_PREFIX), float(sample.value)
+                if "replica" in sample.labels:
+                    replicas.add(sample.labels["replica"])
+                if "le" not in sample.labels:
+                    sums[name] = sums.get(name, 0.0) + value
+                    counts[name] = counts.get(name, 0) + 1
+                else:
+                    limit = float(sample.labels["le"])
+                    known = buckets.setdefault(name.removesuffix("_bucket"), {})
+                    known[limit] = known.get(limit, 0.0) + value
+        except (ValueError, IndexError) as cause:
+            raise ServeError(f"expected a page of metrics for Prometheus: {cause}") from cause
         return cls(sums, counts, buckets, frozenset(replicas))
 
     def value(self, name: str) -> float:

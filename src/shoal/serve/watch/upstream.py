@@ -6,7 +6,7 @@ here, redirects are not followed, and what comes back is bounded.
 
 from __future__ import annotations
 
-import http.client
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -14,40 +14,42 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2
+
 from shoal.core.errors import ServeError, require
 from shoal.serve.watch.scrape import Scrape
 
-__all__ = ["AnswerDelta", "ServerHealth", "Token", "Upstream"]
-
 MAX_ANSWER = 4 * 2**20
 MAX_TOKENS = 512
+# The longest event of an answer, B.
+_EVENT_BYTES = 65536
 # Tokens that might have stood in the place of each one.
 ALTERNATIVES = 5
 
 # Metric of the server -> what it means.
 WORDS = {
-    "num_requests_running": "requests being answered",
+    "num_requests_running": "running requests",
     "num_requests_waiting": "requests waiting",
-    "generation_tokens_total": "tokens written so far",
-    "prompt_tokens_total": "tokens read so far",
-    "num_preemptions_total": "times that a request had to make room",
-    "engine_restarts_total": "times that the engine was started again",
+    "generation_tokens_total": "generated tokens",
+    "prompt_tokens_total": "prompt tokens",
+    "num_preemptions_total": "preempted requests",
+    "engine_restarts_total": "engine restarts",
 }
 # (part, whole, what their share means)
 SHARES = (
     (
         "prefix_cache_hits_total",
         "prefix_cache_queries_total",
-        "share of prompts found in the cache",
+        "prefix cache hit rate",
     ),
 )
 # Shares as they are, 1 for all.
-WHOLES = {"kv_cache_usage_perc": "share of the cache in use"}
+WHOLES = {"kv_cache_usage_perc": "cache utilization"}
 # Histograms, reported by their mean.
 MEANS = {
-    "time_to_first_token_seconds": "time to the first token, mean",
-    "inter_token_latency_seconds": "time between two tokens, mean",
-    "e2e_request_latency_seconds": "time of a whole request, mean",
+    "time_to_first_token_seconds": "TTFT (time to first token), mean",
+    "inter_token_latency_seconds": "ITL (inter-token latency), mean",
+    "e2e_request_latency_seconds": "E2E (latency of a whole request), mean",
 }
 
 
@@ -90,7 +92,6 @@ class AnswerDelta:
     """What has come of an answer.
 
     Args:
-        text: its letters.
         tokens: the tokens that they are; none if the server does not report them.
     """
 
@@ -114,7 +115,8 @@ class Upstream:
         try:
             parts = urlsplit(self.url)
             good = parts.scheme in ("http", "https") and bool(parts.hostname)
-            good = good and parts.port != 0 and not parts.username and not parts.query
+            good = good and parts.port != 0 and not parts.username
+            good = good and not parts.query and not parts.fragment
         except ValueError:
             good = False
         require(good, "--server", self.url, expected="an address such as http://127.0.0.1:8000")
@@ -168,8 +170,11 @@ class Upstream:
             return ServerHealth(answers=False, ready=False, message=str(cause)), None
         if status != 200:
             return ServerHealth(True, False, self._complaint(status, text)), None
-        page = Scrape.of(text)
-        if not page.sums:
+        try:
+            page = Scrape.of(text)
+        except ServeError:
+            page = None
+        if page is None or not page.sums:
             result = f"{self.url} has no metrics of Shoal; is it shoal serve?"
             return ServerHealth(answers=True, ready=False, message=result), None
         return ServerHealth(True, health.ready, health.message, metrics=_in_words(page)), page
@@ -190,10 +195,6 @@ class Upstream:
 
         What a model has no room for any more, the oldest messages, is left out.
 
-        Args:
-            model: its name; empty for the first that the server has.
-            messages: the conversation.
-
         Raises:
             ServeError: the server refuses, does not answer or breaks off.
         """
@@ -207,23 +208,20 @@ class Upstream:
             "logprobs": True,
             "top_logprobs": ALTERNATIVES,
         }
-        connection = self._connection(timeout_s=60.0)
         try:
-            connection.request(
-                "POST",
+            with self._client.sse(
                 self._path("/v1/chat/completions"),
-                json.dumps(body).encode(),
-                {"content-type": "application/json", **self._headers()},
-            )
-            answer = connection.getresponse()
-            if answer.status != 200:
-                text = answer.read(MAX_ANSWER).decode(errors="replace")
-                raise ServeError(self._complaint(answer.status, text))
-            yield from self._pieces(answer)
-        except (OSError, http.client.HTTPException) as cause:
+                method="POST",
+                json=body,
+                timeout=60.0,
+                max_event_size=_EVENT_BYTES,
+            ) as source:  # leaving it closes the connection, and the server stops writing
+                if source.response.status_code != 200:
+                    text = self._text(source.response)
+                    raise ServeError(self._complaint(source.response.status_code, text))
+                yield from self._pieces(source)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as cause:
             raise self._silent(cause) from cause
-        finally:
-            connection.close()  # the server stops writing
 
     def _room(self, model: str) -> tuple[str, int | None]:
         """Name of the model, and tokens of one request of it, prompt and answer, if reported."""
@@ -238,61 +236,65 @@ class Upstream:
         room = result.get(model)
         return model, room if isinstance(room, int) and room > 0 else None
 
-    def _pieces(self, answer: http.client.HTTPResponse) -> Iterator[AnswerDelta]:
+    def _pieces(self, source: httpx2.EventSource) -> Iterator[AnswerDelta]:
         left = MAX_ANSWER
-        while line := answer.readline(min(left, 65536)):
-            left -= len(line)
+        for event in source:
+            left -= len(event.data)
             if left <= 0:
                 raise ServeError(f"{self.url}: the answer is longer than {MAX_ANSWER} bytes")
-            if not line.startswith(b"data:"):
-                continue
-            text = line[5:].strip()
-            if text == b"[DONE]":
+            if event.data == "[DONE]":
                 return
             try:
-                event = json.loads(text)
-                if "error" in event:
-                    raise ServeError(str(event["error"]["message"]))
-                for choice in event["choices"]:
+                data = json.loads(event.data)
+                if "error" in data:
+                    raise ServeError(str(data["error"]["message"]))
+                for choice in data["choices"]:
                     piece = AnswerDelta(str(choice["delta"].get("content") or ""), _tokens(choice))
                     if piece.text or piece.tokens:
                         yield piece
             except (ValueError, KeyError, TypeError, AttributeError) as cause:
-                raise ServeError(f"{self.url}: sent what is no part of an answer") from cause
+                raise ServeError(f"{self.url}: sent an invalid response") from cause
         raise ServeError(f"{self.url}: the answer broke off")
 
     def _get(self, path: str, timeout_s: float) -> tuple[int, str]:
-        connection = self._connection(timeout_s)
         try:
-            connection.request("GET", self._path(path), headers=self._headers())
-            answer = connection.getresponse()
-            return answer.status, answer.read(MAX_ANSWER).decode(errors="replace")
-        except (OSError, http.client.HTTPException) as cause:
+            with self._client.stream("GET", self._path(path), timeout=timeout_s) as answer:
+                return answer.status_code, self._text(answer)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as cause:
             raise self._silent(cause) from cause
-        finally:
-            connection.close()
 
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        assert parts.hostname is not None
-        secure = parts.scheme == "https"
-        cls = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        return cls(parts.hostname, parts.port, timeout=timeout_s)
+    @functools.cached_property
+    def _client(self) -> httpx2.Client:
+        """Asks the server directly, each time on a connection of its own."""
+        key = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx2.Client(
+            headers={"accept-encoding": "identity", **key},
+            limits=httpx2.Limits(max_keepalive_connections=0),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    def _text(self, answer: httpx2.Response) -> str:
+        """A body, or its beginning where it is longer than it may be."""
+        data = bytearray()
+        for piece in answer.iter_raw():
+            data += piece
+            if len(data) > MAX_ANSWER:
+                break
+        return data[:MAX_ANSWER].decode(errors="replace")
 
     def _path(self, path: str) -> str:
-        return urlsplit(self.url).path.rstrip("/").removesuffix("/v1") + path
-
-    def _headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.key}"} if self.key else {}
+        return self.url.rstrip("/").removesuffix("/v1") + path
 
     def _complaint(self, status: int, text: str) -> str:
         """What a refusal says: the message of the one error shape, or its status."""
         if status == 401:
             if self.key:
                 return (
-                    "the server refuses the key in SHOAL_API_KEY; start the dashboard with its own"
+                    "the server rejects the key in SHOAL_API_KEY; start the dashboard with the "
+                    "key of the server"
                 )
-            return "the server wants its API key; start the dashboard with SHOAL_API_KEY set"
+            return "the server requires its API key; start the dashboard with SHOAL_API_KEY set"
         try:
             message: Any = json.loads(text)["error"]["message"]
         except (ValueError, KeyError, TypeError):
@@ -302,7 +304,7 @@ class Upstream:
         return f"the server answers with status {status}"
 
     def _silent(self, cause: Exception) -> ServeError:
-        why = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+        why = str(cause) or type(cause).__name__
         return ServeError(f"{self.url}: does not answer ({why}); is `shoal serve` running there?")
 
 

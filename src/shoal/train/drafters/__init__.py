@@ -17,7 +17,7 @@ DRAFTERS = PartTable(
         "dovetail": "shoal.train.drafters.dovetail:DovetailTraining",
     },
     about=(
-        "What is trained to guess tokens for a model. Chosen by the key `drafter` of a job "
+        "What kind of draft model is trained. Chosen by the key `drafter` of a job "
         "with `job: drafter`."
     ),
     protocol="shoal.train.drafters.protocols:DrafterPart",

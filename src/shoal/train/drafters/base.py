@@ -8,8 +8,6 @@ from shoal.cost.training.memory import RUNTIME_BYTES
 from shoal.ir import Estimate, Interval, Machine, ModelShape, Parallel
 from shoal.ir.drafting import DrafterJob, DrafterWork
 
-__all__ = ["check_levels", "priced"]
-
 # Half-width of the 90 % interval of a step, as a share: small matrices, and many small operators.
 SPREAD = 0.8
 # How often what is kept for the backward pass goes through memory: written, read, its gradient

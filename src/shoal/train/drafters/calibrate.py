@@ -15,8 +15,6 @@ from torch import Tensor
 from shoal.train.drafters.features import Features
 from shoal.train.drafters.protocols import DrafterLearner
 
-__all__ = ["RANKS", "calibrate", "judged", "places_of", "right"]
-
 # Guesses of a level that are counted.
 RANKS = 16
 

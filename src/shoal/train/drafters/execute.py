@@ -34,15 +34,13 @@ from shoal.model.drafters.files import (
     tokenizer_hash,
     write,
 )
-from shoal.plan.saved import check_device
+from shoal.plan.saved import check_device, read_report
 from shoal.train.drafters.calibrate import calibrate
 from shoal.train.drafters.features import Features, prepare_features
 from shoal.train.drafters.protocols import DrafterLearner, DrafterPart
 from shoal.train.drafters.states import load_state, save_state
 from shoal.train.layout import RunDir
 from shoal.train.optimizers.eager import EagerAdamW
-
-__all__ = ["execute", "train_steps"]
 
 Watch = Callable[[dict[str, Any]], None]
 
@@ -77,14 +75,18 @@ def execute(
     part.check(job, plan.shape)
     if directory.plan.exists() and not resume:
         raise ConfigError(
-            f"{run_dir}: a run lies there already; continue it with --resume, or choose another "
+            f"{run_dir}: already contains a run; continue it with --resume, or choose another "
             "name with --set name=..."
         )
     if resume and directory.plan.exists() and DrafterPlan.load(directory.plan).job != job:
         raise ConfigError(
-            f"{run_dir}: the run that lies there is another job; give the one it began with, or "
-            "another --dir"
+            f"{run_dir}: contains a run of another job; give that job, or another --dir"
         )
+    if resume and (before := read_report(directory.report, plan)) is not None:
+        assert isinstance(before, DrafterReport)
+        if watch is not None:
+            watch({"kind": "finished", "step": job.steps})
+        return before
     where = Path(job.model)
     if not where.is_dir():
         raise ModelError(
@@ -92,7 +94,7 @@ def execute(
             "trained itself: give its Hugging Face directory"
         )
     Score().register(run_dir, "drafter", job.name, job.model)
-    plan.save(directory.plan, header="What will run, and what it is predicted to cost.")
+    plan.save(directory.plan, header="The plan of the run, with its prediction.")
     with (
         torch_threads(job.threads),
         Meter([SINKS.build({"name": "jsonl", "path": str(directory.events)})]) as meter,
@@ -157,7 +159,8 @@ def _run(
     shutil.rmtree(drafter, ignore_errors=True)
     write(drafter, stored, {name: value.to(dtype) for name, value in learner.state().items()})
     measured["features_s"] = features_s
-    measured["total_s"] += features_s
+    if "total_s" in measured:
+        measured["total_s"] += features_s
     measured["drafter_bytes"] = float((drafter / "drafter.safetensors").stat().st_size)
     tell("end", step=job.steps)
     return measured, calibration
@@ -241,7 +244,8 @@ def train_steps(
     return {
         "step_s": middle,
         "tokens_per_s": job.batch * job.seq_len / middle,
-        "total_s": sum(seconds),
+        # Steps of an earlier start are not timed here.
+        **({} if first else {"total_s": sum(seconds)}),
         "steps": float(len(seconds)),
         "loss": loss,
         "memory_bytes": float(_memory()),

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.train.drafters.protocols import DrafterLearner
 
-__all__ = ["FalconTraining"]
-
 
 @part
 class FalconTraining:

@@ -37,8 +37,6 @@ from shoal.model.transformer import Transformer
 from shoal.train.drafters.protocols import TargetRows
 from shoal.train.drafters.texts import continued, windows
 
-__all__ = ["FeatureIndex", "Features", "key_of", "open_features", "prepare_features"]
-
 Progress = Callable[[int, int, str], None]
 
 FORMAT = 1
@@ -57,8 +55,6 @@ class FeatureIndex(Value):
         target: fingerprint of the target.
         train: sequences to train on.
         judged: sequences on which guesses are judged.
-        seq_len: T.
-        hidden: D.
         prompt: tokens at the beginning of a judged sequence that the target did not choose.
         dtype: of the hidden states.
         text: what the key stands for, for people.
@@ -278,7 +274,7 @@ def open_features(path: Path) -> Features:
     """Map existing features.
 
     Raises:
-        DataError: a file is missing or is not what was written; names it.
+        DataError: a file is missing or has changed since it was written; names it.
     """
     source = path / INDEX
     try:

@@ -22,8 +22,6 @@ from shoal.ir import (
     Watch,
 )
 
-__all__ = ["DrafterKind"]
-
 
 @part
 class DrafterKind:
@@ -44,6 +42,8 @@ class DrafterKind:
             help="Text; without, the target writes.",
             read=corpus_at,
         ),
+        Flag(name="lr", path="drafter.lr", help="Learning rate of the draft model."),
+        Flag(name="seq_len", path="seq_len", help="Tokens of a sequence."),
     )
     quantities: ClassVar = (
         Quantity.of_time("step_s", "step time", "ms"),
@@ -101,7 +101,7 @@ class DrafterKind:
         levels: list[list[float]] = report.details.get("calibration", [])
         among = (1, 2, 3, 5, 10)
         right = Table(
-            title="how often a guess is right, of the target's own greedy text",
+            title="acceptance rate, on the target's own greedy text",
             columns=("level", "first", *(f"among {n}" for n in among[1:])),
             rows=tuple(
                 (str(level), *(f"{100 * sum(shares[:n]):.1f} %" for n in among))

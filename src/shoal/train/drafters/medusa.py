@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.train.drafters.protocols import DrafterLearner
 
-__all__ = ["MedusaTraining"]
-
 
 @part
 class MedusaTraining:

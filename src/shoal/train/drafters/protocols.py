@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from shoal.model.transformer import Transformer
 
-__all__ = ["DrafterLearner", "DrafterPart", "TargetRows"]
-
 
 class TargetRows(NamedTuple):
     """Sequences and what the target made of them.
@@ -45,7 +43,6 @@ class DrafterLearner(Protocol):
 
     def groups(self) -> Sequence[tuple[Sequence[nn.Parameter], float]]:
         """Parameters to train, and the learning rate of each group."""
-        ...
 
     def loss(self, rows: TargetRows, *, step: int, total: int) -> Tensor:
         """What to make small, a scalar; draws depend on the step alone.
@@ -55,7 +52,6 @@ class DrafterLearner(Protocol):
             step: which step, from 0.
             total: steps of the run.
         """
-        ...
 
     def guesses(self, rows: TargetRows, places: Sequence[int]) -> Tensor:
         """Logits [K, B P, V] of the levels at some places, row by row.
@@ -64,15 +60,12 @@ class DrafterLearner(Protocol):
         own head says. Logits of level k at place t are judged by token t + 2 + k, and given
         features up to t and the tokens before the judged one.
         """
-        ...
 
     def state(self) -> Mapping[str, Tensor]:
         """The tensors of the drafter's file."""
-        ...
 
     def finish(self, directory: Path) -> Path | None:
         """Write what is left beside the drafter; the directory of its target if that is new."""
-        ...
 
 
 class DrafterPart(Protocol):
@@ -80,15 +73,12 @@ class DrafterPart(Protocol):
 
     def parameters(self, shape: ModelShape) -> int:
         """Parameters of the drafter for a target of this shape."""
-        ...
 
     def estimate(self, work: DrafterWork, machine: Machine) -> Estimate:
         """Time and memory of a step; allocates no tensors."""
-        ...
 
     def levels(self) -> int:
         """K, the tokens that it guesses one after the other."""
-        ...
 
     def check(self, job: DrafterJob, shape: ModelShape) -> None:
         """Refuse what cannot be trained.
@@ -96,8 +86,6 @@ class DrafterPart(Protocol):
         Raises:
             PlanError: names the key and what is possible.
         """
-        ...
 
     def begin(self, target: Transformer, job: DrafterJob) -> DrafterLearner:
         """A fresh learner for a target, whose weights stand still."""
-        ...

@@ -12,8 +12,6 @@ from torch import nn
 from shoal.core.errors import CheckpointError
 from shoal.core.files import write_atomic
 
-__all__ = ["load_state", "save_state"]
-
 
 def save_state(path: Path, net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write what a run needs to go on with ``step``, whole or not at all.

@@ -21,8 +21,6 @@ from shoal.corpora.tokens import TokenSplit
 from shoal.model.attention import KVCache
 from shoal.model.transformer import Transformer
 
-__all__ = ["continued", "windows"]
-
 
 def windows(split: TokenSplit, seq_len: int, count: int, kept: int, seed: int) -> np.ndarray:
     """Windows of a split, drawn without repeats: ``count`` at most to train on, ``kept`` last.

@@ -1,1 +1,1 @@
-"""Files that start a plan elsewhere."""
+"""Launch files that start a plan on other machines."""

@@ -13,8 +13,6 @@ from shoal.core.parts import part
 from shoal.ir import TrainPlan
 from shoal.train.launchers.torchrun import ranks_per_node
 
-__all__ = ["Kubernetes"]
-
 _INDEX = "batch.kubernetes.io/job-completion-index"
 # A container's own is 64 MiB, too small for NCCL.
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108

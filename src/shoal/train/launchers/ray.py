@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from shoal.core.pool.ray import RayActor, RayWorkers
     from shoal.train.run import Watch
 
-__all__ = ["Ray"]
-
 _POLL_S = 0.25
 # After the first failure, the others may report the cause.
 _GRACE_S = 2.0
@@ -280,7 +278,7 @@ class _Ranks:
 
     def _died(self, number: int, code: int, said: str) -> None:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        words = f"; it said last:\n{said}" if said else ""
+        words = f"; its last output:\n{said}" if said else ""
         error = RankError(f"rank {number} ({self._actors[number].address}) {how}{words}")
         self._failed.setdefault(number, (0 if code < 0 else 2, error))
 

@@ -12,8 +12,6 @@ from shoal.core.parts import part
 from shoal.ir import TrainPlan
 from shoal.train.launchers.torchrun import ranks_per_node
 
-__all__ = ["Slurm"]
-
 _WORD = re.compile(r"^[A-Za-z0-9_.-]*$")
 
 

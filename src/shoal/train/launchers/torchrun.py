@@ -10,8 +10,6 @@ from annotated_types import Ge, Le
 from shoal.core.parts import part
 from shoal.ir import TrainPlan
 
-__all__ = ["Torchrun", "ranks_per_node"]
-
 
 def ranks_per_node(plan: TrainPlan) -> tuple[int, int]:
     """(nodes, ranks of a node) that the plan's world needs on its machine."""

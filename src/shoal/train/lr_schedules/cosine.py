@@ -13,8 +13,6 @@ from annotated_types import Ge, Le
 from shoal.core.parts import part
 from shoal.ir import Estimate, Interval, Machine, Work
 
-__all__ = ["Cosine"]
-
 
 @part
 class Cosine:

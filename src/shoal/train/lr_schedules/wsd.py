@@ -13,8 +13,6 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import Estimate, Interval, Machine, Work
 
-__all__ = ["WarmupStableDecay"]
-
 
 @part
 class WarmupStableDecay:

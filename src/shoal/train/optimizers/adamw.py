@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from shoal.train.protocols import Updater
 
-__all__ = ["AdamW"]
-
 
 @part
 class AdamW:
@@ -43,6 +41,7 @@ class AdamW:
     eps: Annotated[float, Gt(0)] = 1e-8
     weight_decay: Annotated[float, Ge(0)] = 0.1
     fused: bool = True
+    traits: ClassVar[frozenset[str]] = frozenset({"lr_by_size"})
     whole_matrices: ClassVar[bool] = False
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 

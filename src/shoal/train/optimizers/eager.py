@@ -11,8 +11,6 @@ import inspect
 
 import torch
 
-__all__ = ["EagerAdamW", "EagerOptimizer"]
-
 
 class EagerOptimizer(torch.optim.Optimizer):
     """An optimizer that does not import the compiler; to be named before PyTorch's own class."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from shoal.train.protocols import Updater
 
-__all__ = ["Lamb"]
-
 
 @part
 class Lamb:

@@ -11,8 +11,6 @@ import torch
 from shoal.kernel.tensors import local
 from shoal.train.optimizers.eager import EagerOptimizer
 
-__all__ = ["LambStep"]
-
 
 class LambStep(EagerOptimizer):
     """See :class:`~shoal.train.optimizers.lamb.Lamb`.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from shoal.train.protocols import Updater
 
-__all__ = ["Muon"]
-
 
 @part
 class Muon:

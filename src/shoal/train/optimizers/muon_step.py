@@ -11,8 +11,6 @@ from shoal.core.native import cpu_flags
 from shoal.kernel.tensors import local
 from shoal.train.optimizers.eager import EagerOptimizer
 
-__all__ = ["MuonStep"]
-
 
 class MuonStep(EagerOptimizer, torch.optim.Muon):
     """PyTorch's Muon, whose products on such a CPU are taken in fp32 and rounded to bf16.

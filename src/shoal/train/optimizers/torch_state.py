@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["TorchUpdater"]
-
 
 # Long enough for the kernel that updates it, short enough to begin while others are copied.
 _PART_BYTES = 2**25

@@ -41,8 +41,7 @@ PEFTS = PartTable(
         "mezo": "shoal.train.peft.mezo:MeZO",
     },
     about=(
-        "How a trained model is fine-tuned while almost all of it stands still. Chosen by the "
-        "key `finetune` of a training job."
+        "Parameter-efficient fine-tuning methods. Chosen by the key `finetune` of a training job."
     ),
     protocol="shoal.train.peft.protocols:PeftMethod",
 )

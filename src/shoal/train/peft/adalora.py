@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["AdaLora"]
-
 
 @part
 class AdaLora(SiteMethod):
@@ -69,17 +67,14 @@ class AdaLora(SiteMethod):
         )
 
     def count(self, rows: int, columns: int) -> float:
-        """P, E and Q."""
         return self.r * (rows + columns + 1)
 
     def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
-        """Who deals the ranks."""
         from shoal.train.peft.run.adalora import RankBudget
 
         handle.attach("", "adalora_budget", RankBudget(self), "budget")
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """A triple of matrices."""
         from shoal.train.peft.run.adalora import RankBudget, Triplets
 
         triplets = Triplets(site, self, seed)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.branches import BlockBranch
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["Adapter"]
-
 
 @part
 class Adapter(BranchMethod):
@@ -35,11 +33,9 @@ class Adapter(BranchMethod):
     name: ClassVar[str] = "adapter"
 
     def count(self, width: int) -> float:
-        """Two matrices with their biases."""
         return 2 * width * self.bottleneck + width + self.bottleneck
 
     def module(self, handle: ModelPeftHandle, branch: BlockBranch, seed: int) -> nn.Module:
-        """A bottleneck on the output."""
         from shoal.train.peft.run.branches import Bottleneck
 
         return Bottleneck(branch, self.bottleneck, seed=seed)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.branches import BlockBranch
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["AdapterDrop"]
-
 
 @part
 class AdapterDrop(Adapter):
@@ -52,7 +50,6 @@ class AdapterDrop(Adapter):
         )
 
     def module(self, handle: ModelPeftHandle, branch: BlockBranch, seed: int) -> nn.Module:
-        """A bottleneck that may be left out."""
         from shoal.train.peft.run.branches import DroppedBottleneck
 
         return DroppedBottleneck(branch, self.bottleneck, drop=self.drop, seed=seed)

@@ -25,19 +25,12 @@ from shoal.train.peft.run.mezo import ZerothOrder
 if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["Arenas"]
-
 # Nothing is held back: the budget of what is counted.
 _NO_BUDGET = 2**50
 
 
 class Arenas:
-    """Counts the memory of one rank of a fine-tuning run.
-
-    Args:
-        model: with its method in it.
-        handle: of the method.
-    """
+    """Counts the memory of one rank of a fine-tuning run."""
 
     def __init__(self, model: nn.Module, handle: ModelPeftHandle) -> None:
         self._model, self._handle = model, handle
@@ -72,11 +65,7 @@ class Arenas:
                 yield tensor.grad
 
     def bytes(self, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, int]:
-        """Bytes by arena.
-
-        Args:
-            state: of the optimizer, by parameter.
-        """
+        """Bytes by arena."""
         trained = list(self._handle.trainable().values())
         own = [*self._handle.state().values(), *self._handle.buffers().values()]
         if not isinstance(self._handle, ZerothOrder):  # which moves the base itself

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["ATTENTION", "EVERY", "SiteMethod", "matches", "shape_sites"]
-
 ATTENTION = "*.q_proj|*.v_proj"
 EVERY = "*.q_proj|*.k_proj|*.v_proj|*.o_proj|*.gate_proj|*.up_proj|*.down_proj"
 
@@ -65,7 +63,6 @@ class SiteMethod:
         """Parameters that are trained for one matrix [rows, columns]."""
 
     def parameters(self, shape: ModelShape) -> float:
-        """Sum over the matrices of the shape that the targets match."""
         return sum(self.count(rows, columns) for rows, columns in self.targeted(shape))
 
     def targeted(self, shape: ModelShape) -> list[tuple[int, int]]:
@@ -83,7 +80,6 @@ class SiteMethod:
     def inject(
         self, model: nn.Module, targets: str | None = None, *, seed: int = 0
     ) -> ModelPeftHandle:
-        """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
         from shoal.train.peft.run.handle import ModelPeftHandle
         from shoal.train.peft.run.sites import find_sites
 

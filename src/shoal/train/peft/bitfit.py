@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["BitFit"]
-
 
 @part
 class BitFit(SiteMethod):
@@ -33,7 +31,6 @@ class BitFit(SiteMethod):
     name: ClassVar[str] = "bitfit"
 
     def count(self, rows: int, columns: int) -> float:
-        """A number for each output."""
         return rows
 
     def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
@@ -50,7 +47,6 @@ class BitFit(SiteMethod):
                 )
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """Zeros."""
         from shoal.train.peft.run.scales import Shift
 
         return Shift(site)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.branches import BlockBranch
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["BRANCHES", "BranchMethod"]
-
 BRANCHES = "*.self_attn|*.mlp"
 
 
@@ -48,7 +46,6 @@ class BranchMethod:
         """What one branch gets."""
 
     def parameters(self, shape: ModelShape) -> float:
-        """Sum over the branches of the shape that the targets match."""
         names = [
             f"model.layers.{layer}.{leaf}"
             for layer in range(shape.num_layers)
@@ -69,7 +66,6 @@ class BranchMethod:
     def inject(
         self, model: nn.Module, targets: str | None = None, *, seed: int = 0
     ) -> ModelPeftHandle:
-        """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
         from shoal.train.peft.run.handle import ModelPeftHandle
 
         chosen = targets or self.targets

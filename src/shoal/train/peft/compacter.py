@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.branches import BlockBranch
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["Compacter"]
-
 
 @part
 class Compacter(BranchMethod):
@@ -53,11 +51,9 @@ class Compacter(BranchMethod):
         return 2 * self.rank * (width + self.bottleneck) + width + self.bottleneck
 
     def extra(self) -> float:
-        """The A_i of both matrices."""
         return 2 * self.n**3
 
     def prepare(self, handle: ModelPeftHandle, seed: int) -> None:
-        """The A_i, which all branches share."""
         from shoal.train.peft.run.branches import SharedFactors
 
         handle.attach("", "compacter_rules", SharedFactors(self.n, seed), "compacter_rules")

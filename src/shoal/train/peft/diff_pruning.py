@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["DiffPruning"]
-
 
 @part
 class DiffPruning(SiteMethod):
@@ -41,14 +39,13 @@ class DiffPruning(SiteMethod):
     share: Annotated[float, Gt(0), Le(1)] = 0.01
     fix: Annotated[float, Gt(0), Le(1)] = 0.7
     targets: str = EVERY
+    traits: ClassVar[frozenset[str]] = frozenset({"reads_base"})
     name: ClassVar[str] = "diff_pruning"
 
     def count(self, rows: int, columns: int) -> float:
-        """Changes and gates."""
         return 2 * rows * columns + self.structured
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """Changes and gates."""
         from shoal.train.peft.run.gates import GatedChange
 
         return GatedChange(site, self, seed)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["Dora"]
-
 
 @part
 class Dora(Lora):
@@ -24,14 +22,13 @@ class Dora(Lora):
     The length is taken over the inputs of each output, and is a constant to the gradient.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"reads_base"})
     name: ClassVar[str] = "dora"
 
     def count(self, rows: int, columns: int) -> float:
-        """A, B and a number for each output."""
         return self.r * (rows + columns) + rows
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """A pair and a vector."""
         from shoal.train.peft.run.dora import DoraPart
 
         rows = handle.rows(site)

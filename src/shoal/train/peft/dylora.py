@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["DyLora"]
-
 
 @part
 class DyLora(Lora):
@@ -41,7 +39,6 @@ class DyLora(Lora):
         )
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """A pair of thin matrices that is cut."""
         from shoal.train.peft.run.dylora import DyLowRank
 
         return DyLowRank(

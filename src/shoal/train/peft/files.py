@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.protocols import PeftMethod
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["CONFIG", "WEIGHTS", "StoredAdapter", "load", "read", "write"]
-
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
@@ -305,7 +303,9 @@ def read(directory: Path) -> StoredAdapter:
     path = directory / CONFIG
     try:
         if path.stat().st_size > _MAX_CONFIG:
-            raise ModelError(f"{path}: larger than {_MAX_CONFIG >> 20} MiB; that is no config")
+            raise ModelError(
+                f"{path}: larger than {_MAX_CONFIG >> 20} MiB, too large for a configuration"
+            )
         config = json.loads(path.read_text(encoding="utf-8"))
         tensors = unpack((directory / WEIGHTS).read_bytes())
     except FileNotFoundError as cause:

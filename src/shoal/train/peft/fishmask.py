@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["FishMask"]
-
 
 @part
 class FishMask(SiteMethod):
@@ -36,14 +34,13 @@ class FishMask(SiteMethod):
     share: Annotated[float, Gt(0), Le(1)] = 0.01
     batches: Annotated[int, Ge(1)] = 4
     targets: str = EVERY
+    traits: ClassVar[frozenset[str]] = frozenset({"reads_base"})
     name: ClassVar[str] = "fishmask"
 
     def count(self, rows: int, columns: int) -> float:
-        """The share, one entry at least."""
         return max(1, round(self.share * rows * columns))
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """Entries that are chosen by and by."""
         from shoal.train.peft.run.sparse import SparsePart
 
         handle.looks = self.batches

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from shoal.train.loop import RankTrainer
     from shoal.train.peft.job import FineTuned
 
-__all__ = ["FineTuneHook"]
-
 
 class FineTuneHook(StepHook):
     """Lets a method's handle take part in steps, and counts what their memory is for.
@@ -71,11 +69,9 @@ class FineTuneHook(StepHook):
             torch.autograd.backward(penalty / self._trainer.comm.world)
 
     def after_reduce(self, step: TrainStep) -> None:
-        """The method may change gradients."""
         self._handle.before_update(step.number, step.total)
 
     def after_update(self, step: TrainStep) -> None:
-        """The method may change what it trains."""
         with phase(self._trainer.comm, "update"):
             self._handle.after_update(step.number, step.total)
 
@@ -91,16 +87,13 @@ class FineTuneHook(StepHook):
         return {f"finetune.{name}": value for name, value in self._handle.buffers().items()}
 
     def load(self, saved: TensorSource) -> None:
-        """Go on from a saved step."""
         self._handle.restore(lambda name: saved.tensor(f"finetune.{name}"))
 
     def identity(self) -> Mapping[str, Any]:
-        """The method with its options, and the base."""
         chosen = self._trainer.job.finetune
         assert chosen is not None
         return {"finetune": chosen.model_dump(mode="json"), "base": self._tuned.base}
 
     def events(self) -> Mapping[str, Mapping[str, Any]]:
-        """Bytes by arena, once."""
         result, self._bytes = self._bytes, {}
         return {"arenas": result} if result else {}

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["IA3"]
-
 
 @part
 class IA3(SiteMethod):
@@ -37,7 +35,6 @@ class IA3(SiteMethod):
         return rows
 
     def parameters(self, shape: ModelShape) -> float:
-        """A factor for each output or input."""
         from shoal.train.peft.base import shape_sites
 
         return sum(
@@ -47,7 +44,6 @@ class IA3(SiteMethod):
         )
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """A vector of ones."""
         from shoal.train.peft.run.scales import InputScale, OutputScale
 
         return InputScale(site) if matches(site.name, self.inputs) else OutputScale(site)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.core.errors import PlanError
 from shoal.core.parts import table
+from shoal.core.traits import traits
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -16,12 +18,11 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
+    from shoal.parallel.protocols import Comm
     from shoal.parallel.tensor.rows import WeightSource
     from shoal.train.layout import RunDir
     from shoal.train.peft.protocols import PeftMethod
     from shoal.train.peft.run.handle import ModelPeftHandle
-
-__all__ = ["FineTuned", "check_base", "export", "fingerprint"]
 
 
 # Path in a block -> the key of a configuration that says that there is a bias.
@@ -49,11 +50,6 @@ def check_base(job: TrainJob) -> None:
 
     if job.base != "shared":
         return
-    if job.finetune is None:
-        raise PlanError(
-            "base = shared without finetune: every weight is trained, and none stands still; give "
-            "finetune, or base = own"
-        )
     if not is_directory(job.model):
         raise PlanError(
             f"base = shared with model = {job.model}: weights that are drawn by each job are not "
@@ -65,23 +61,55 @@ class FineTuned:
     """The model of a job with its fine-tuning method in it.
 
     Args:
-        weights: of the base.
-        job: names the method.
+        comm: the ranks that train the model, whose base then lies as the job says; without them
+            it is whole and as it was read.
     """
 
-    def __init__(self, weights: WeightSource, job: TrainJob) -> None:
+    def __init__(self, weights: WeightSource, job: TrainJob, comm: Comm | None = None) -> None:
         self.config: ModelConfig = weights.config
-        self._weights, self._job = weights, job
+        self._weights, self._job, self._comm = weights, job, comm
         self.handle: ModelPeftHandle | None = None
         self.base = ""
 
     def model(self) -> Transformer:
         """The whole model, ready to train."""
-        model = self._weights.model()
-        self.base = fingerprint(model)
-        method: PeftMethod = table("peft").build(self._job.finetune or {}, where="finetune")
-        self.handle = method.inject(model, seed=self._job.seed)
+        from shoal.train.peft.run.frozen import narrow
+
+        job, low = self._job, self._job.precision == "bf16"
+        assert job.finetune is not None
+        if self._comm is not None and job.base == "divided":
+            model = self._divided(self._comm, low=low)
+        else:
+            model = self._weights.model()
+            self.base = fingerprint(model)
+        method: PeftMethod = table("peft").build(job.finetune, where="finetune")
+        self.handle = method.inject(model, seed=job.seed)
         self.handle.stay()
+        # Jobs that share a base map its pages, and would each copy them.
+        if self._comm is not None and low and job.base != "shared":
+            narrow(self.handle, exact="reads_base" in traits("peft", job.finetune))
+        return model
+
+    def _divided(self, comm: Comm, *, low: bool) -> Transformer:
+        """The model with its base divided; read from a directory, it is never here whole."""
+        from shoal.train.build import StoredWeights
+        from shoal.train.peft.run.frozen import divide
+
+        order: list[str] = []
+        seen: dict[str, bytes] = {}
+
+        def done(model: Transformer, name: str) -> None:
+            order[:] = order or [name for name, _ in model.named_parameters()]
+            seen[name] = _some(name, model.get_parameter(name))
+            divide(model, name, comm, low=low)
+
+        if isinstance(self._weights, StoredWeights) and not self._job.architecture.says:
+            model = self._weights.model(done)
+        else:
+            model = self._weights.model()
+            for name, _ in list(model.named_parameters()):
+                done(model, name)
+        self.base = _joined(seen[name] for name in order)
         return model
 
     def whole(self, name: str) -> Tensor:
@@ -91,10 +119,19 @@ class FineTuned:
 
 def fingerprint(model: nn.Module) -> str:
     """What identifies a base: names, shapes and some values of every parameter."""
+    return _joined(_some(name, parameter) for name, parameter in model.named_parameters())
+
+
+def _some(name: str, parameter: Tensor) -> bytes:
+    """Name, shape and some values of a parameter."""
+    some = parameter.detach().reshape(-1)[:256].float().cpu().numpy()
+    return f"{name}{tuple(parameter.shape)}".encode() + bytes(some.tobytes())
+
+
+def _joined(pieces: Iterable[bytes]) -> str:
     result = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        some = parameter.detach().reshape(-1)[:256].float().cpu().numpy()
-        result.update(f"{name}{tuple(parameter.shape)}".encode() + some.tobytes())
+    for piece in pieces:
+        result.update(piece)
     return result.hexdigest()[:16]
 
 
@@ -111,15 +148,18 @@ def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
 
     from shoal.checkpoint.levels import newest
     from shoal.checkpoint.store import Store
+    from shoal.corpora.tokens import open_tokens
     from shoal.model import huggingface
     from shoal.model.transformer import Transformer
-    from shoal.train.build import is_directory, weights_of
+    from shoal.train.build import is_directory, weights_of, with_ends
+    from shoal.train.nodes import tokens_of
     from shoal.train.peft import files
     from shoal.train.peft.run.handle import ModelPeftHandle
 
     saved = newest([Store(place) for place in directory.levels_of(job)])
     weights = FineTuned(weights_of(job), job)
     model = weights.model()
+    model.config = with_ends(model.config, open_tokens(tokens_of(directory)))
     handle = weights.handle
     assert isinstance(handle, ModelPeftHandle)
     with torch.no_grad():

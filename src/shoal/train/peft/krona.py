@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["KronA", "divisor"]
-
 
 def divisor(size: int) -> int:
     """The divisor of a size that is nearest to its root from below."""
@@ -41,12 +39,10 @@ class KronA(SiteMethod):
     name: ClassVar[str] = "krona"
 
     def count(self, rows: int, columns: int) -> float:
-        """Both factors."""
         first, second = divisor(rows), divisor(columns)
         return first * second + (rows // first) * (columns // second)
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """Two small matrices."""
         from shoal.train.peft.run.kronecker import Kronecker
 
         shape = divisor(site.rows), divisor(site.columns)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shoal.ir import ModelShape
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["Ladder"]
-
 
 @part
 class Ladder(PromptMethod):
@@ -43,7 +41,6 @@ class Ladder(PromptMethod):
         return shape.num_layers * (own + rung) + 2 * shape.hidden * self.width
 
     def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
-        """Put the side network beside the model."""
         from shoal.train.peft.run.ladder import beside
 
         beside(handle, self.width, seed)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["LoftQ"]
-
 
 @part
 class LoftQ(QLora):
@@ -32,20 +30,14 @@ class LoftQ(QLora):
     name: ClassVar[str] = "loftq"
 
     def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
-        """Quantise the base, all matrices with their pairs in turns."""
         from shoal.train.peft.run.nf4 import loftq
 
         handle.begin = loftq(handle, sites, self.r, self.block, self.rounds)
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """The pair that was found."""
         import torch
 
-        from shoal.train.peft.run.low_rank import LowRank
-
-        made = LowRank(
-            site, self.r, self.scale, dropout=self.dropout, seed=seed, where="finetune.loftq.r"
-        )
+        made = self.low_rank(site, seed)
         down, up = handle.begin[site.name]
         with torch.no_grad():
             made.lora_A.copy_(down)

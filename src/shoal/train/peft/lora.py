@@ -14,9 +14,8 @@ from shoal.train.peft.base import ATTENTION, SiteMethod
 
 if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
+    from shoal.train.peft.run.low_rank import LowRank
     from shoal.train.peft.run.sites import Site, SitePart
-
-__all__ = ["Lora"]
 
 
 @part
@@ -42,11 +41,13 @@ class Lora(SiteMethod):
         return self.alpha / self.r
 
     def count(self, rows: int, columns: int) -> float:
-        """A [r, columns] and B [rows, r]."""
         return self.r * (rows + columns)
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """A pair of thin matrices."""
+        return self.low_rank(site, seed)
+
+    def low_rank(self, site: Site, seed: int, *, frozen_a: bool = False) -> LowRank:
+        """The product beside a layer; with ``frozen_a`` only B is trained."""
         from shoal.train.peft.run.low_rank import LowRank
 
         return LowRank(
@@ -54,6 +55,7 @@ class Lora(SiteMethod):
             self.r,
             self.scale,
             dropout=self.dropout,
+            frozen_a=frozen_a,
             seed=seed,
             where=f"finetune.{self.name}.r",
         )

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["LoraFA"]
-
 
 @part
 class LoraFA(Lora):
@@ -28,7 +26,6 @@ class LoraFA(Lora):
     kept: ClassVar[float] = 0.94
 
     def count(self, rows: int, columns: int) -> float:
-        """B [rows, r]."""
         return self.r * rows
 
     def drawn(self, shape: ModelShape) -> float:
@@ -36,15 +33,4 @@ class LoraFA(Lora):
         return self.r * sum(columns for _, columns in self.targeted(shape))
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """A pair of thin matrices, of which one is trained."""
-        from shoal.train.peft.run.low_rank import LowRank
-
-        return LowRank(
-            site,
-            self.r,
-            self.scale,
-            dropout=self.dropout,
-            frozen_a=True,
-            seed=seed,
-            where="finetune.lora_fa.r",
-        )
+        return self.low_rank(site, seed, frozen_a=True)

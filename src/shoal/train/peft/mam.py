@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shoal.ir import ModelShape
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["Mam"]
-
 
 @part
 class Mam(PromptMethod):
@@ -43,11 +41,9 @@ class Mam(PromptMethod):
         return PrefixTuning(tokens=self.tokens), beside
 
     def parameters(self, shape: ModelShape) -> float:
-        """Of both."""
         return sum(piece.parameters(shape) for piece in self._pieces())
 
     def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
-        """Put both into the model."""
         prefix, beside = self._pieces()
         prefix.put_into(handle, seed)
         beside.put_into(handle, beside.targets, seed)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shoal.ir import ModelShape
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["MeZO"]
-
 
 @part
 class MeZO:
@@ -38,7 +36,9 @@ class MeZO:
     eps: Annotated[float, Gt(0)] = 1e-3
     keep_base: bool = False
     targets: str = "*"
-    traits: ClassVar[frozenset[str]] = frozenset({"sees_no_documents", "updates_in_passes"})
+    traits: ClassVar[frozenset[str]] = frozenset(
+        {"replaces_base", "sees_no_documents", "updates_in_passes"}
+    )
     name: ClassVar[str] = "mezo"
     advice: ClassVar[str] = "no gradients at all, and thousands of steps"
     kept: ClassVar[float] = 0.0
@@ -46,7 +46,6 @@ class MeZO:
     forward_only: ClassVar[bool] = True
 
     def parameters(self, shape: ModelShape) -> float:
-        """All of them."""
         from shoal.cost.arithmetic import parameters
 
         return float(parameters(shape))
@@ -54,7 +53,6 @@ class MeZO:
     def inject(
         self, model: nn.Module, targets: str | None = None, *, seed: int = 0
     ) -> ModelPeftHandle:
-        """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
         from shoal.train.peft.run.mezo import ZerothOrder
 
         return ZerothOrder(model, self, targets or self.targets, seed)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shoal.ir import ModelShape
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["Offsite"]
-
 
 @part
 class Offsite:
@@ -41,7 +39,7 @@ class Offsite:
     first: Annotated[int, Ge(0)] = 1
     last: Annotated[int, Ge(0)] = 1
     keep: float = 0.5
-    traits: ClassVar[frozenset[str]] = frozenset({"own_blocks"})
+    traits: ClassVar[frozenset[str]] = frozenset({"own_blocks", "replaces_base"})
     name: ClassVar[str] = "offsite"
     advice: ClassVar[str] = "needs no more than some blocks of the base while it trains"
     mergeable: ClassVar[bool] = True
@@ -57,11 +55,10 @@ class Offsite:
             0 <= self.keep < 1,
             "finetune.offsite.keep",
             self.keep,
-            expected="a share in [0, 1), as nothing is left out at 1",
+            expected="a fraction in [0, 1)",
         )
 
     def parameters(self, shape: ModelShape) -> float:
-        """Those of the blocks at the ends."""
         from shoal.cost.arithmetic import parameters
 
         ends = min(self.first + self.last, shape.num_layers - 1)

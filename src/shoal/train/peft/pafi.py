@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["PaFi"]
-
 
 @part
 class PaFi(SiteMethod):
@@ -31,14 +29,13 @@ class PaFi(SiteMethod):
 
     share: Annotated[float, Gt(0), Le(1)] = 0.01
     targets: str = EVERY
+    traits: ClassVar[frozenset[str]] = frozenset({"reads_base"})
     name: ClassVar[str] = "pafi"
 
     def count(self, rows: int, columns: int) -> float:
-        """The share, one entry at least."""
         return max(1, round(self.share * rows * columns))
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """The smallest entries."""
         from shoal.train.peft.run.sparse import SparsePart
 
         made = SparsePart(site, int(self.count(site.rows, site.columns)))

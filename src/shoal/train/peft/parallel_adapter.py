@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.branches import BlockBranch
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["ParallelAdapter"]
-
 
 @part
 class ParallelAdapter(BranchMethod):
@@ -38,11 +36,9 @@ class ParallelAdapter(BranchMethod):
     name: ClassVar[str] = "parallel_adapter"
 
     def count(self, width: int) -> float:
-        """Two matrices with their biases."""
         return 2 * width * self.bottleneck + width + self.bottleneck
 
     def module(self, handle: ModelPeftHandle, branch: BlockBranch, seed: int) -> nn.Module:
-        """A bottleneck on the input."""
         from shoal.train.peft.run.branches import Bottleneck
 
         return Bottleneck(branch, self.bottleneck, seed=seed, beside=True, scale=self.scale)

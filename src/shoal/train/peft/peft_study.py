@@ -16,8 +16,6 @@ from shoal.core.tables import Table
 from shoal.ir import Explanation, Machine, Progress, TrainJob
 from shoal.plan.peft import PeftOption, advise
 
-__all__ = ["PeftStudy"]
-
 _CAUSES = ("base", "adapter", "gradients", "optimizer", "activations", "logits", "runtime")
 # Tokens of a sequence of a short training.
 _SHORT = 128
@@ -67,7 +65,6 @@ class PeftStudy:
     search: Path | None = None
 
     def explain(self, machine: Machine, progress: Progress) -> Explanation:
-        """The methods that fit first, with what each needs of the memory, or the search."""
         job = TrainJob.described(
             self.model,
             {"seq_len": self.seq_len, "global_batch": self.global_batch, "tokens": self.tokens},
@@ -103,7 +100,7 @@ class PeftStudy:
                     rows=tuple(_row(one, learned.get(one.method.name)) for one in shown),
                 ),
                 Table(
-                    title="memory of a rank, by what it is for",
+                    title="memory per rank, by what it is for",
                     columns=("method", *_CAUSES),
                     rows=tuple(
                         (one.method.name, *(human_bytes(one.memory_bytes[key]) for key in _CAUSES))
@@ -133,7 +130,7 @@ def _row(one: PeftOption, gain: float | None) -> tuple[str, ...]:
         one.method.name,
         f"{one.trained / 1e6:.2f} M",
         f"{100 * one.share:.3f} %",
-        f"{one.peak_bytes / 2**30:.2f} GiB",
+        human_bytes(one.peak_bytes),
         f"{100 * one.added_share:.2f} %",
         "yes" if one.fits else "no",
         one.reason + ("" if gain is None else f"; {gain:+.3f} nats in 50 steps"),
@@ -173,7 +170,7 @@ def _searched(directory: Path, judged: list[PeftOption], job: TrainJob) -> Expla
                         str(one.method.options["targets"]),
                         str(one.method.options.get("r", "")),
                         f"{100 * advice.share:.3f} %",
-                        f"{advice.peak_bytes / 2**30:.2f} GiB",
+                        human_bytes(advice.peak_bytes),
                         str(one.steps),
                         f"{one.gain:+.3f}",
                     )

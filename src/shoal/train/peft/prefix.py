@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shoal.ir import ModelShape
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["PrefixTuning"]
-
 
 @part
 class PrefixTuning(PromptMethod):
@@ -42,7 +40,6 @@ class PrefixTuning(PromptMethod):
         return self.tokens * hidden + hidden * inner + inner + inner * width + width
 
     def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
-        """Keys and values for every attention."""
         from shoal.train.peft.run.prompts import PrefixTokens, prefix
 
         module = PrefixTokens(handle.model, self.tokens, self.projection, seed)

@@ -20,8 +20,6 @@ from shoal.core.parts import Choice, table
 from shoal.core.random import generator
 from shoal.train.optimizers.eager import EagerAdamW
 
-__all__ = ["CandidateResult", "candidates", "probe", "search"]
-
 _BATCH = 8
 _LR = 5e-3
 _HELD = 4
@@ -126,7 +124,7 @@ def _trainer(
 
     tokenizer = directory / "tokenizer.json"
     if not tokenizer.is_file():
-        raise ModelError(f"{tokenizer}: missing; a probe reads text with the model's own tokenizer")
+        raise ModelError(f"{tokenizer}: missing; a probe needs the model's own tokenizer")
     config = huggingface.read_config(directory)
     result = prepare(data, str(tokenizer), config.vocab_size)
 

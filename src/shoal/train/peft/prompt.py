@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shoal.ir import ModelShape
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["PromptTuning"]
-
 
 @part
 class PromptTuning(PromptMethod):
@@ -31,11 +29,9 @@ class PromptTuning(PromptMethod):
     name: ClassVar[str] = "prompt"
 
     def parameters(self, shape: ModelShape) -> float:
-        """The embeddings."""
         return self.tokens * shape.hidden
 
     def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
-        """Embeddings, whose keys and values every attention sees."""
         from shoal.train.peft.run.prompts import PromptEmbeddings, prompt
 
         module = PromptEmbeddings(handle.model, self.tokens, seed)

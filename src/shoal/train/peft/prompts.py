@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["PromptMethod"]
-
 
 class PromptMethod:
     """Base of the methods that every token of every sequence sees.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from shoal.ir import ModelShape
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["PeftMethod"]
-
 
 class PeftMethod(Protocol):
     """A part of kind ``peft``.
@@ -37,7 +35,6 @@ class PeftMethod(Protocol):
 
     def parameters(self, shape: ModelShape) -> float:
         """Parameters that are trained in a model of this shape."""
-        ...
 
     def inject(
         self, model: nn.Module, targets: str | None = None, *, seed: int = 0
@@ -55,4 +52,3 @@ class PeftMethod(Protocol):
         Raises:
             ConfigError: the patterns match nothing, or the method cannot be on what they match.
         """
-        ...

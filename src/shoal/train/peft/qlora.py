@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site
 
-__all__ = ["QLora"]
-
 
 @part
 class QLora(Lora):
@@ -35,6 +33,7 @@ class QLora(Lora):
     """
 
     block: Annotated[int, Ge(2)] = 64
+    traits: ClassVar[frozenset[str]] = frozenset({"replaces_base"})
     name: ClassVar[str] = "qlora"
 
     @property
@@ -43,7 +42,6 @@ class QLora(Lora):
         return 4 + 8 / self.block + 32 / (256 * self.block)
 
     def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
-        """Quantise the base."""
         from shoal.train.peft.run.nf4 import quantise
 
         quantise(handle, self.block)

@@ -11,8 +11,6 @@ from typing import ClassVar
 from shoal.core.parts import part
 from shoal.train.peft.lora import Lora
 
-__all__ = ["RsLora"]
-
 
 @part
 class RsLora(Lora):
@@ -22,5 +20,4 @@ class RsLora(Lora):
 
     @property
     def scale(self) -> float:
-        """Factor of the product."""
         return self.alpha / math.sqrt(self.r)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
-__all__ = ["SharedWeights", "image_of"]
-
 # Goes up when an image is written in another way.
 _VERSION = 1
 # s that writing an image, by another process, may take.
@@ -44,9 +42,6 @@ _FILE = "model.safetensors"
 
 class SharedWeights:
     """The fp32 weights of a Hugging Face directory, in memory that other jobs have too.
-
-    Args:
-        directory: where they lie.
 
     Raises:
         ModelError: it cannot be read.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["SSF"]
-
 
 @part
 class SSF(SiteMethod):
@@ -31,11 +29,9 @@ class SSF(SiteMethod):
     name: ClassVar[str] = "ssf"
 
     def count(self, rows: int, columns: int) -> float:
-        """Two numbers for each output."""
         return 2 * rows
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """Ones and zeros."""
         from shoal.train.peft.run.scales import ScaleShift
 
         return ScaleShift(site)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shoal.ir import ModelShape
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["ParallelStreams"]
-
 
 @part
 class ParallelStreams(PromptMethod):
@@ -51,7 +49,6 @@ class ParallelStreams(PromptMethod):
         return Streams(num=self.num, prefix=self.prefix, smoothing=self.smoothing)
 
     def parameters(self, shape: ModelShape) -> float:
-        """Prefixes of all streams and layers, and two matrices with biases."""
         prefixes = 2 * shape.num_layers * self.prefix * shape.num_kv_heads * shape.head_dim
         joined = self.num * shape.hidden * (shape.hidden + 1) + shape.hidden + self.num
         return float(self.num * prefixes + joined)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shoal.ir import ModelShape
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["UniPelt"]
-
 
 @part
 class UniPelt(PromptMethod):
@@ -55,7 +53,6 @@ class UniPelt(PromptMethod):
         )
 
     def parameters(self, shape: ModelShape) -> float:
-        """Of all three, and their gates."""
         from shoal.train.peft.base import matches, shape_sites
 
         gates = sum(
@@ -65,7 +62,6 @@ class UniPelt(PromptMethod):
         return gates + sum(piece.parameters(shape) for piece in self._pieces())
 
     def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
-        """Put all three into the model."""
         from shoal.train.peft.run.branches import find_branches, hook
         from shoal.train.peft.run.gated import GatedBottleneck, GatedLowRank, gate_prefix
         from shoal.train.peft.run.sites import find_sites

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
-__all__ = ["Vera"]
-
 
 @part
 class Vera(SiteMethod):
@@ -42,7 +40,6 @@ class Vera(SiteMethod):
         require(self.initial != 0, "finetune.vera.initial", self.initial, expected="not 0")
 
     def count(self, rows: int, columns: int) -> float:
-        """D of the rank and b of the outputs."""
         return self.r + rows
 
     def drawn(self, shape: ModelShape) -> float:
@@ -51,14 +48,12 @@ class Vera(SiteMethod):
         return self.r * float(max(o for o, _ in every) + max(i for _, i in every)) if every else 0.0
 
     def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
-        """Draw the pair that all sites share, as large as the largest of them."""
         from shoal.train.peft.run.vera import shared_pair
 
         columns, rows = max(s.columns for s in sites), max(s.rows for s in sites)
         handle.shared |= shared_pair(self.r, rows, columns, seed)
 
     def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
-        """Two vectors."""
         from shoal.train.peft.run.vera import VectorPart
 
         return VectorPart(site, self.r, self.initial, handle.shared, dropout=self.dropout)

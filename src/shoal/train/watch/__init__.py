@@ -16,7 +16,8 @@ LOCATORS = PartTable(
         "megascale": "shoal.train.watch.megascale:MegaScale",
     },
     about=(
-        "Who hangs and who is slow, from what the ranks have recorded. Chosen by `--locator` "
+        "How hanging and slow ranks are located from the records of the ranks. Chosen by "
+        "`--locator` "
         "of `shoal train --robust` and `shoal train diagnose`."
     ),
     protocol="shoal.train.watch.protocols:FaultLocator",

@@ -25,8 +25,6 @@ from shoal.train.watch.outliers import Normal, fit, line_tail_apart
 from shoal.train.watch.phases import excess
 from shoal.train.watch.protocols import Fault, FaultVerdict
 
-__all__ = ["C4D", "delay_matrix"]
-
 # Cells of one rank's row or column that separate its end from its links.
 _ENOUGH_CELLS = 3
 # Fewer than these, and one slow end is too large a part of them to be judged among them.

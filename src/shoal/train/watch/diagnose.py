@@ -16,8 +16,6 @@ from shoal.train.watch.megascale import growing_spread
 from shoal.train.watch.protocols import Fault, FaultLocator, FaultVerdict
 from shoal.train.watch.recorder import COMPUTE
 
-__all__ = ["diagnose", "heat_map", "perfetto", "verdict_text"]
-
 
 def diagnose(directory: Path, locators: tuple[str, ...] = ("c4d", "megascale")) -> dict[str, Any]:
     """Ask the locators about a run, and write ``heat.html`` and ``trace.json`` beside its records.

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from shoal.core.errors import RankError, require
 from shoal.train.watch.recorder import COMPUTE, Flight, read
 
-__all__ = ["CollectiveRecord", "Evidence", "Message", "OperationRecord", "half_middle", "robust_z"]
-
 # All members leave these together; the others let some ranks go early.
 _SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all"})
 _MESSAGES = frozenset({"send", "receive"})

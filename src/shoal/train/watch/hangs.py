@@ -17,8 +17,6 @@ from shoal.train.watch.evidence import Evidence, OperationRecord
 from shoal.train.watch.phases import open_phases
 from shoal.train.watch.protocols import Fault, FaultVerdict
 
-__all__ = ["find_hangs", "hang_limit_s"]
-
 # Without a history of steps.
 _UNKNOWN_S = 60.0
 _PERIODS = 3.0

@@ -22,8 +22,6 @@ from shoal.train.watch.hangs import find_hangs, hang_limit_s
 from shoal.train.watch.phases import excess
 from shoal.train.watch.protocols import Fault, FaultVerdict
 
-__all__ = ["MegaScale", "growing_spread"]
-
 _ENOUGH_RANKS = 3
 _MOST = 0.7
 # Ranks that agree more closely than this are alike.
@@ -70,8 +68,8 @@ class MegaScale:
         for ranks in sorted(set(evidence.roles.values())):
             if len(ranks) < _ENOUGH_RANKS:
                 notes.append(
-                    f"ranks {list(ranks)} do work that nobody else does: with fewer than "
-                    f"{_ENOUGH_RANKS} alike, who is slow cannot be told from who has more to do"
+                    f"ranks {list(ranks)} have no peers with the same work: a slow rank is found "
+                    f"by comparison with at least {_ENOUGH_RANKS - 1} ranks that do the same"
                 )
                 continue
             faults += self._stragglers(evidence, ranks, steps)

@@ -20,8 +20,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Normal", "fit", "line_tail_apart"]
-
 # Values -> degrees of freedom of Student's t whose tail is that of the largest of them.
 _VALUES = (6, 9, 12, 20, 30, 56, 132, 240, 992, 4032)
 _FREEDOM = (1.5, 2.5, 2.8, 5.4, 10.3, 30.0, 66.0, 110.0, 175.0, 400.0)

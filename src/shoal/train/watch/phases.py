@@ -9,8 +9,6 @@ from typing import NamedTuple
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.recorder import COMPUTE, Flight
 
-__all__ = ["Excess", "OpenPhase", "excess", "open_phases"]
-
 # A phase with this share of what a rank computes longer than others explains it.
 _MOST = 0.5
 
@@ -43,7 +41,6 @@ class Excess(NamedTuple):
     """The phase in which a rank is slower than others.
 
     Args:
-        phase: its name.
         ratio: how many times as long as on the others.
         share: of all that the rank computes longer.
     """

@@ -7,8 +7,6 @@ from typing import Literal, Protocol
 from shoal.core.config import Value
 from shoal.train.watch.evidence import Evidence
 
-__all__ = ["Fault", "FaultKind", "FaultLocator", "FaultVerdict", "Place"]
-
 FaultKind = Literal[
     "communication_hang", "non_communication_hang", "communication_slow", "non_communication_slow"
 ]
@@ -67,4 +65,3 @@ class FaultLocator(Protocol):
 
     def locate(self, evidence: Evidence) -> FaultVerdict:
         """Name what hangs or is slow."""
-        ...

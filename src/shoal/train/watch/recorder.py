@@ -34,8 +34,6 @@ from numpy.typing import NDArray
 from shoal.core.errors import RankError, require
 from shoal.core.files import write_atomic
 
-__all__ = ["COMPUTE", "RECORD", "Flight", "Recorder", "read"]
-
 _MAGIC = b"SHOALFR1"
 # magic, rank, world, capacity, records begun, bytes, last beat, length of the names
 _HEADER = struct.Struct("<8siiqqqqq")
@@ -79,8 +77,6 @@ class Recorder:
 
     Args:
         path: file to write; created here.
-        rank: whose.
-        world: ranks of the job.
         capacity: records kept; older ones are overwritten.
         host: name of the host; ranks with one name share a clock.
         beat_s: seconds between beats of a thread that shows that the process runs; 0 for none.
@@ -207,8 +203,6 @@ class Flight(NamedTuple):
     """What one rank recorded.
 
     Args:
-        rank: whose.
-        world: ranks of the job.
         host: ranks with one name share a clock.
         names: number -> name; 0 is "".
         rows: records in the order in which they were entered, of type :data:`RECORD`.

@@ -33,15 +33,20 @@ from shoal.ir import TrainJob, TrainPlan, TrainReport
 from shoal.parallel.comm.heartbeat import RunningClock
 from shoal.train.layout import RunDir
 from shoal.train.memory import MemoryLevel
-from shoal.train.run import Watch, conclude, conclude_stopped, prepare_run, threads_of
+from shoal.train.run import (
+    Watch,
+    conclude,
+    conclude_stopped,
+    finished,
+    prepare_run,
+    threads_of,
+)
 from shoal.train.run_lock import alone
 from shoal.train.supervise import Supervisor
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.phases import open_phases
 from shoal.train.watch.protocols import Fault, FaultLocator
 from shoal.train.watch.recorder import Flight, read
-
-__all__ = ["DriverFailure", "Robust", "execute_robust"]
 
 _LOOK_S = 0.25
 _PAUSES = 200
@@ -160,6 +165,8 @@ def execute_robust(
         expected="true with --robust: faults are found in the records",
     )
     directory = RunDir(run_dir)
+    if resume and (before := finished(plan, directory, watch)) is not None:
+        return before
     prepare_run(plan, directory, resume=resume, watch=watch, anyway=anyway)
     driver = _Driver(plan, directory, robust, watch, replan, inject, environment, module)
     return driver.run(resume=resume)
@@ -299,8 +306,8 @@ class _Driver:
             if without_culprit >= _PATIENCE:
                 self.level.to_disk()
                 raise RankError(
-                    f"{found.message}\n{without_culprit} starts failed and nobody could be "
-                    f"named; {self._saved()}"
+                    f"{found.message}\n{without_culprit} starts failed and no rank could be "
+                    f"located; {self._saved()}"
                 )
             self._tell("restart", message=found.message, places=self.places, ranks=len(self.places))
             return
@@ -354,7 +361,7 @@ class _Driver:
             places = self.directory.levels_of(self.plan.job)
             saved = newest([Store(place) for place in places])
         except CheckpointError:
-            return "there is no checkpoint yet: the run must begin again"
+            return "there is no checkpoint yet: the run must start again"
         return (
             f"the state of step {saved.meta['step']} is saved; mend or add a machine and continue "
             f"with: shoal train --dir {self.directory.root} --resume --robust"

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shoal.parallel.comm.collectives import TorchComm
     from shoal.parallel.protocols import Comm
 
-__all__ = ["WatchHook", "check_arithmetic", "check_neighbours", "check_rank", "loopback_rate"]
-
 _ROWS, _INNER, _COLUMNS = 64, 256, 64
 _MOST = 7
 _LOOPBACK_BYTES = 8 << 20
@@ -70,7 +68,6 @@ class WatchHook(StepHook):
     Args:
         comm: all ranks; its recorder, where it has one, is updated, too.
         every: steps between checks of a watched rank; 0 for none.
-        device: where the rank computes.
     """
 
     kind = "watch"

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shoal.core.meter import Meter
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["WatchedComm", "phase"]
-
 
 def phase(comm: object, what: str) -> AbstractContextManager[None]:
     """Around a phase of a step: recorded where ``comm`` is watched."""
@@ -52,7 +50,6 @@ class WatchedComm:
 
     Args:
         inner: who really communicates.
-        recorder: of this rank.
         name: of the communicator, the same on all of its ranks and of no other.
     """
 

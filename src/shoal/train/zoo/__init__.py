@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.core.errors import ModelError, nearest
+from shoal.core.errors import ModelError, suggestion
 from shoal.core.files import shoal_home, write_json
 from shoal.core.parts import Choice
 from shoal.cost import shapes
@@ -27,7 +27,17 @@ from shoal.train.zoo.places import stored_directory
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
 
-__all__ = ["config", "corpus", "judge", "names", "random", "recipe", "trained", "trained_directory"]
+__all__ = [
+    "config",
+    "corpus",
+    "judge",
+    "names",
+    "random",
+    "recipe",
+    "require_known",
+    "trained",
+    "trained_directory",
+]
 
 
 # Model -> (tokens of training, sequence length, sequences of a step, peak learning rate).
@@ -72,12 +82,24 @@ def names() -> tuple[str, ...]:
 
 def _known(name: str) -> str:
     if name not in _RECIPES:
-        hint = nearest(name, _RECIPES)
         raise ModelError(
             f"zoo model = {name!r}: expected one of {', '.join(_RECIPES)}"
-            + (f"; {hint}" if hint else "")
+            + suggestion(name, _RECIPES)
         )
     return name
+
+
+def require_known(model: str) -> None:
+    """Refuse what is neither the directory of a model nor a name of the zoo; nothing is read.
+
+    Raises:
+        ModelError: names the nearest one.
+    """
+    if not Path(model).is_dir() and model not in names():
+        raise ModelError(
+            f"model = {model!r}: expected a Hugging Face directory or one of {', '.join(names())}"
+            + suggestion(model, names())
+        )
 
 
 def config(name: str) -> ModelConfig:

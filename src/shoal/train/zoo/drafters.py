@@ -12,13 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ModelError, nearest
+from shoal.core.errors import ModelError, suggestion
 from shoal.core.files import shoal_home, write_json
 from shoal.core.parts import Choice, table
 from shoal.ir import DrafterJob, Machine
 from shoal.train.zoo.places import stored_directory
-
-__all__ = ["drafter", "drafter_recipe", "drafters", "method_of"]
 
 # Tokens of text.
 _TEXT = 300_000
@@ -64,10 +62,9 @@ def drafter_recipe(
         ModelError: there is no recipe for this kind.
     """
     if kind not in _RECIPES:
-        hint = nearest(kind, _RECIPES)
         raise ModelError(
             f"drafter = {kind!r}: expected one of {', '.join(_RECIPES)}"
-            + (f"; {hint}" if hint else "")
+            + suggestion(kind, _RECIPES)
         )
     own, usual, more = _RECIPES[kind]
     fields: dict[str, Any] = more | ({"seed": seed} if seed else {})

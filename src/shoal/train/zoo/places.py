@@ -11,8 +11,6 @@ from shoal.core.errors import CheckpointError, ConfigError, RankError, ShoalErro
 from shoal.core.files import locked
 from shoal.ir import Machine
 
-__all__ = ["stored_directory"]
-
 
 def stored_directory(
     place: Path,

@@ -23,8 +23,6 @@ from shoal.corpora.heldout import heldout_chunks
 from shoal.corpora.tokens import TokenSet, TokenSplit
 from shoal.model import huggingface
 
-__all__ = ["MARGIN", "HeldOutLosses", "learned"]
-
 # A target of decoding is so many nats a token better than a bigram model.
 MARGIN = 0.3
 

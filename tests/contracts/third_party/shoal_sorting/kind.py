@@ -71,7 +71,7 @@ class Sorting:
 
     def run(self, plan, directory, *, resume=False, watch=None, anyway=False):
         if (directory / "plan.yaml").exists() and not resume:
-            raise ConfigError(f"{directory}: a run lies there already; give --resume")
+            raise ConfigError(f"{directory}: already contains a run; give --resume")
         Score().register(directory, "sorting", plan.job.name)
         plan.save(directory / "plan.yaml")
         numbers = [random.random() for _ in range(plan.job.numbers)]

@@ -39,6 +39,7 @@
       const answer = await fetch(place.dataset.live, { credentials: "same-origin" });
       if (!answer.ok) throw new Error(`status ${answer.status}`);
       show(await answer.text());
+      document.dispatchEvent(new Event("shoal:live")); // charts follow
       const state = answer.headers.get("x-run-state");
       if (state !== "running") {
         say(`${place.dataset.liveOver}: ${state}.`);

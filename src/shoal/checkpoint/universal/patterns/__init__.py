@@ -1,1 +1,1 @@
-"""Patterns: how the fragments of a parameter combine, one rule a file."""
+"""Patterns: how the fragments of a parameter combine."""

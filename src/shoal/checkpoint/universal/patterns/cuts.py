@@ -9,8 +9,6 @@ from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError
 from shoal.parallel.tensor.slices import Slices
 
-__all__ = ["others_equal", "parts_of", "run", "run_box"]
-
 
 def run_box(shape: Shape, dim: int, start: int, extent: int) -> Box:
     """The box of ``extent`` rows from ``start`` along ``dim``."""

@@ -7,7 +7,7 @@ dim 0 with zero rows at its end where the ranks cannot share it evenly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -16,8 +16,6 @@ from shoal.checkpoint.universal.protocols import Copies, FragmentArrangement, Sh
 from shoal.core.errors import CheckpointError
 from shoal.core.parts import part
 from shoal.parallel.tensor.slices import Slices
-
-__all__ = ["FragmentPattern"]
 
 
 @part
@@ -38,21 +36,12 @@ class FragmentPattern:
     multiple: Annotated[int, Ge(1)] = 1
     axis: Literal["tp", "pp", "ep"] = "tp"
     tolerance: Annotated[float, Ge(0)] = 0.0
+    copies: ClassVar[Copies] = "equal"
+    arity: ClassVar[int] = 1
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The one axis."""
         return (self.axis,)
-
-    @property
-    def copies(self) -> Copies:
-        """The same fragment on other stages is equal."""
-        return "equal"
-
-    @property
-    def arity(self) -> int:
-        """One part."""
-        return 1
 
     def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> FragmentArrangement:
         """One after the other; what is beyond ``size`` is left out."""

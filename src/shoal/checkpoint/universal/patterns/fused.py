@@ -8,7 +8,7 @@ them: a wrong matrix of the right shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 
@@ -17,8 +17,6 @@ from shoal.checkpoint.universal.protocols import Copies, FragmentArrangement, Sh
 from shoal.core.errors import CheckpointError, require
 from shoal.core.parts import part
 from shoal.parallel.tensor.slices import Slices
-
-__all__ = ["FusedPattern", "divided"]
 
 
 @part
@@ -34,6 +32,8 @@ class FusedPattern:
     parts: tuple[int, ...] = ()
     dim: Annotated[int, Ge(0)] = 0
     tolerance: Annotated[float, Ge(0)] = 0.0
+    axes: ClassVar[tuple[str, ...]] = ("tp",)
+    copies: ClassVar[Copies] = "equal"
 
     def __post_init__(self) -> None:
         require(
@@ -44,22 +44,10 @@ class FusedPattern:
         )
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The tensor-parallel ranks."""
-        return ("tp",)
-
-    @property
-    def copies(self) -> Copies:
-        """The same fragment on other stages is equal."""
-        return "equal"
-
-    @property
     def arity(self) -> int:
-        """As many as there are parts."""
         return max(1, len(self.parts))
 
     def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> FragmentArrangement:
-        """Every part is put together by itself."""
         others_equal(name, local, self.dim)
         ranks = counts[0]
         whole = list(local[0])
@@ -70,7 +58,6 @@ class FusedPattern:
         )
 
     def cut(self, name: str, shape: Shape, counts: Shape, at: Shape) -> Slices:
-        """A share of every part."""
         parts = divided(name, shape, self.dim, self.parts, counts[0])
         return parts_of(shape, self.dim, parts, counts[0], at[0])
 

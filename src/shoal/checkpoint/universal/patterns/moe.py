@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 
@@ -19,8 +19,6 @@ from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, require
 from shoal.core.parts import part
 from shoal.parallel.tensor.slices import Slices
-
-__all__ = ["MoePattern"]
 
 
 @part
@@ -38,6 +36,8 @@ class MoePattern:
     shard_dim: int = 1
     parts: tuple[int, ...] = ()
     tolerance: Annotated[float, Ge(0)] = 0.0
+    axes: ClassVar[tuple[str, ...]] = ("ep", "tp")
+    copies: ClassVar[Copies] = "equal"
 
     def __post_init__(self) -> None:
         require(
@@ -54,18 +54,7 @@ class MoePattern:
         )
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """Expert-parallel and tensor-parallel ranks."""
-        return ("ep", "tp")
-
-    @property
-    def copies(self) -> Copies:
-        """The same fragment on other stages is equal."""
-        return "equal"
-
-    @property
     def arity(self) -> int:
-        """As many as the width has parts."""
         return max(1, len(self.parts))
 
     def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> FragmentArrangement:
@@ -85,7 +74,6 @@ class MoePattern:
         return FragmentArrangement(shape, [self.cut(name, shape, counts, at) for at in places])
 
     def cut(self, name: str, shape: Shape, counts: Shape, at: Shape) -> Slices:
-        """Some experts, and of these a share of the width."""
         experts = shape[self.expert_dim]
         if experts % counts[0]:
             raise CheckpointError(

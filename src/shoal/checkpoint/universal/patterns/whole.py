@@ -1,35 +1,57 @@
-"""What the patterns share in which every rank holds all of a parameter."""
+"""Patterns in which every rank that holds a parameter holds all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, ClassVar
 
-from shoal.checkpoint.universal.protocols import FragmentArrangement, Shape
+from annotated_types import Ge
+
+from shoal.checkpoint.universal.protocols import Copies, FragmentArrangement, Shape
 from shoal.core.boxes import Box
 from shoal.core.parts import part
 from shoal.parallel.tensor.slices import Slices
 
-__all__ = ["WholePattern"]
 
-
-@part
-class WholePattern:
-    """Every rank's tensor is the whole one."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """None: what ranks hold is the same along each."""
-        return ()
-
-    @property
-    def arity(self) -> int:
-        """One part."""
-        return 1
+class _Whole:
+    axes: ClassVar[tuple[str, ...]] = ()
+    arity: ClassVar[int] = 1
 
     def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> FragmentArrangement:
-        """The one shape that there is."""
         return FragmentArrangement(local[0], [self.cut(name, local[0], counts, ())])
 
     def cut(self, name: str, shape: Shape, counts: Shape, at: Shape) -> Slices:
-        """All of it."""
         return Slices(shape, (Box.whole(shape),), replicated=True)
+
+
+@part
+class UniquePattern(_Whole):
+    """One rank alone holds it, a tensor of a stage where tp is 1; a second one is an error."""
+
+    copies: ClassVar[Copies] = "none"
+    tolerance: ClassVar[float] = 0.0
+
+
+@part
+class ReplicatedPattern(_Whole):
+    """All tp ranks hold the same: norms, biases of row-parallel layers, routers; one is taken.
+
+    Args:
+        tolerance: largest difference of an element that is taken for equal; infinite to compare
+            nothing.
+    """
+
+    copies: ClassVar[Copies] = "equal"
+    tolerance: Annotated[float, Ge(0)] = 0.0
+
+
+@part
+class AveragePattern(_Whole):
+    """The mean of copies that drifted apart, because each rank updated its own.
+
+    Norms under sequence parallelism, where their gradients were not summed over tp. The mean is
+    summed in double precision, and copies may differ by anything.
+    """
+
+    copies: ClassVar[Copies] = "mean"
+    tolerance: ClassVar[float] = float("inf")

@@ -28,8 +28,6 @@ from shoal.core.meter import Meter
 from shoal.ir.mask import Mask
 from shoal.parallel.protocols import ContextPart
 
-__all__ = ["AttentionCase", "context_row"]
-
 
 class AttentionCase(NamedTuple):
     """A mask, inputs, and what attention over them gives.

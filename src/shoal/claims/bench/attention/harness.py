@@ -15,8 +15,6 @@ from shoal.core.errors import require
 from shoal.core.parts import PartTable, table
 from shoal.kernel.threads import torch_threads
 
-__all__ = ["chosen", "run"]
-
 # (what is being done, cells done, cells in all).
 Progress = Callable[[str, float, float], None]
 

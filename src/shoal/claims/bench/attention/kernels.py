@@ -15,10 +15,9 @@ from shoal.claims.bench.attention.reference import NAMES, inputs, reference, wor
 from shoal.claims.bench.attention.values import TOLERANCES, AttentionSettings, KernelRow, Timing
 from shoal.claims.lab.attention_kernels.protocols import AttentionKernelPart
 from shoal.core.measure import PairedTimes, interleave
+from shoal.core.sizes import human_bytes
 from shoal.ir.mask import Mask
 from shoal.machine import host
-
-__all__ = ["kernel_rows"]
 
 # FLOPs of a seen cell and channel: two products forward; backward four, and the scores again.
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
@@ -94,9 +93,7 @@ def _refuses(kernel: AttentionKernelPart, mask: Mask, settings: AttentionSetting
     needed = kernel.held_bytes(mask, settings.batch * settings.heads)
     free = torch.cuda.mem_get_info()[0] if settings.device == "cuda" else host.memory_available()
     if reason is None and needed > free // 2:
-        reason = (
-            f"holds {needed / 2**30:.1f} GiB of scores and mask; {free / 2**30:.1f} GiB are free"
-        )
+        reason = f"holds {human_bytes(needed)} of scores and mask; {human_bytes(free)} are free"
     return reason
 
 

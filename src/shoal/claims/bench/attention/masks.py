@@ -18,8 +18,6 @@ from shoal.core.random import generator
 from shoal.corpora.stdlib import Stdlib
 from shoal.ir.mask import Mask
 
-__all__ = ["MASKS", "build_mask", "check_masks", "document_lengths", "real_lengths"]
-
 # Length, lengths of documents, block, seed -> mask.
 _Pattern = Callable[[int, Sequence[int], int, int], Mask]
 

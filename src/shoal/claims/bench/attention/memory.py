@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.kernel.operators import tensors_in
 
-__all__ = ["LiveBytes", "SavedBytes"]
-
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Live bytes of results while the mode is on.

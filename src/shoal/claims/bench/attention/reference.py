@@ -10,8 +10,6 @@ from torch import Tensor
 from shoal.claims.lab.attention_kernels.base import DTYPES
 from shoal.ir.mask import Mask
 
-__all__ = ["NAMES", "inputs", "reference", "worst"]
-
 NAMES = ("out", "q_grad", "k_grad", "v_grad")
 
 # Scores that are held at a time.

@@ -10,8 +10,6 @@ from shoal.claims.bench.attention.values import AttentionReport, ContextRow, Ker
 from shoal.core.svg import Chart, Series
 from shoal.core.web import WebSite
 
-__all__ = ["best_kernels", "best_methods", "to_html"]
-
 
 def best_kernels(report: AttentionReport) -> list[tuple[KernelRow, int]]:
     """Of each mask and length the fastest kernel forward, and how many were timed."""

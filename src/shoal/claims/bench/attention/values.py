@@ -9,17 +9,6 @@ from pydantic import model_validator
 from shoal.core.config import Value
 from shoal.core.errors import require
 
-__all__ = [
-    "TOLERANCES",
-    "AttentionReport",
-    "AttentionSettings",
-    "ContextRow",
-    "KernelRow",
-    "RankNetwork",
-    "Status",
-    "Timing",
-]
-
 # ok: within tolerance. wrong: computed, and not. unsupported: refused, with the reason.
 # failed: it raised an error, which is the reason.
 Status = Literal["ok", "wrong", "unsupported", "failed"]

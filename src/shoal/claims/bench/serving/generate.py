@@ -25,8 +25,6 @@ from shoal.plan.tune.protocols import Axis, Config, SearchSpace, Setting
 from shoal.plan.tune.serving import ServingSample
 from shoal.serve.bench.tune import MeasureProcess, Start, failure, sample_of, workload_of
 
-__all__ = ["PADDINGS", "GenerateRunner", "generate_space", "transformers_engine"]
-
 PADDINGS = ("longest", "sorted", "full")
 
 

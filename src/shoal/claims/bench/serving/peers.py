@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from shoal.claims.bench.peer_process import PeerProcess
 from shoal.claims.bench.serving.values import Form, ServingPeer
-from shoal.core import children
-from shoal.core.errors import ServeError
-
-__all__ = ["PeerEngine", "known", "resting"]
+from shoal.core.errors import ServeError, install
 
 _DRIVERS = Path(__file__).parent / "drivers"
 # Loading converts or quantizes a model the first time.
@@ -42,7 +35,7 @@ def known(environments: Path | None) -> tuple[dict[str, ServingPeer], dict[str, 
     try:
         import transformers  # noqa: F401
     except ImportError:
-        missing["transformers"] = "not installed; install shoal-ml[bench]"
+        missing["transformers"] = f"not installed; {install('bench')}"
     else:
         for name, driver in (
             ("transformers", "of_transformers"),
@@ -64,7 +57,7 @@ def known(environments: Path | None) -> tuple[dict[str, ServingPeer], dict[str, 
 _ALL: tuple[Form, ...] = ("bf16", "int8", "int4")
 
 
-class PeerEngine:
+class PeerEngine(PeerProcess):
     """A loaded engine, resting until it is asked.
 
     Args:
@@ -77,34 +70,17 @@ class PeerEngine:
 
     def __init__(self, peer: ServingPeer, options: dict[str, Any]) -> None:
         self.peer = peer
-        # What it says beside its answers.
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-        if peer.python != sys.executable:
-            # A peer's environment has no part of this one.
-            environment.pop("PYTHONPATH", None)
-        self._process = children.from_lasting_thread(
-            lambda: subprocess.Popen(
-                [peer.python, str(_DRIVERS / f"{peer.driver}.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                env=environment,
-                start_new_session=True,
-            )
+        super().__init__(
+            peer.name,
+            [peer.python, str(_DRIVERS / f"{peer.driver}.py")],
+            {"TOKENIZERS_PARALLELISM": "false"},
         )
         try:
-            self.version = str(self._ask(options, _LOAD_S)["ready"]["version"])
+            self.version = str(self.ask(options, _LOAD_S)["ready"]["version"])
         except BaseException:
             self.close()
             raise
         self._rest()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], new: Sequence[int]
@@ -117,7 +93,7 @@ class PeerEngine:
         self._signal(signal.SIGCONT)
         try:
             requests = {"prompts": [list(p) for p in prompts], "new": list(new)}
-            answer = self._ask(requests, _BATCH_S)
+            answer = self.ask(requests, _BATCH_S)
         finally:
             self._rest()
         tokens: list[list[int]] = answer["tokens"]
@@ -127,23 +103,12 @@ class PeerEngine:
             )
         return float(answer["seconds"]), tokens
 
-    def close(self) -> None:
-        """End the process and all that it has started."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._log.close()
-
-    def said(self) -> str:
-        """What it said beside its answers so far."""
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), min(size, 2**20), max(0, size - 2**20)).decode(
-            errors="replace"
-        )
+    def ask(self, message: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+        """See :class:`PeerProcess`; an answer that says what failed is an error."""
+        answer = super().ask(message, timeout_s)
+        if "error" in answer:
+            raise ServeError(f"{self.peer.name}: {answer['error']}")
+        return answer
 
     def _rest(self) -> None:
         """Stop, and wait until it has: the next engine is to be alone."""
@@ -154,46 +119,6 @@ class PeerEngine:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-
-    def _ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        try:
-            stdin.write(json.dumps(message).encode() + b"\n")
-            stdin.flush()
-            line = _line(stdout.fileno(), timeout_s)
-        except (BrokenPipeError, TimeoutError, EOFError) as cause:
-            raise ServeError(
-                f"{self.peer.name}: {cause or 'the process ended'}; it said: {self._last_words()}"
-            ) from cause
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise ServeError(f"{self.peer.name}: {answer['error']}")
-        return answer
-
-    def _last_words(self) -> str:
-        lines = self.said().strip().splitlines()
-        return " | ".join(lines[-3:])[:600] or "nothing"
-
-
-def _line(file: int, timeout_s: float) -> bytes:
-    """One line; nothing follows it before the next question.
-
-    Raises:
-        TimeoutError: it does not come in time.
-        EOFError: the other end is closed.
-    """
-    result = b""
-    until = time.monotonic() + timeout_s
-    while not result.endswith(b"\n"):
-        ready, _, _ = select.select([file], [], [], max(0.0, until - time.monotonic()))
-        if not ready:
-            raise TimeoutError(f"no answer within {timeout_s:.0f} s")
-        data = os.read(file, 2**20)
-        if not data:
-            raise EOFError("the process ended")
-        result += data
-    return result
 
 
 @contextlib.contextmanager

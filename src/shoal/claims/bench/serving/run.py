@@ -23,8 +23,6 @@ from shoal.core.random import generator
 from shoal.core.scratch import scratch_directory
 from shoal.model.config import ModelConfig
 
-__all__ = ["COLUMNS", "SHAPE", "bench", "lengths", "random_directory", "rows"]
-
 SHAPE = ModelConfig(
     name="random-206m",
     vocab_size=8192,

@@ -25,8 +25,6 @@ from shoal.kernel.algorithms.memory import TYPES, ArrayView, view
 from shoal.kernel.algorithms.policy import Policy, inline
 from shoal.kernel.native import function
 
-__all__ = ["histogram", "partition", "sort", "unique"]
-
 _SORTED = ("float64", "float32", "int64", "int32")
 
 
@@ -109,16 +107,7 @@ def partition(policy: Policy, a: Any, out: Any, f: str | CppExpression, **consta
 
 @schedulable
 def unique(policy: Policy, a: Any, out: Any) -> int:
-    """The first of each run of equal elements; all distinct ones of a sorted array.
-
-    Args:
-        policy: how.
-        a: [N].
-        out: [N], other memory of the same type; what follows the result stays as it is.
-
-    Returns:
-        count: of elements written.
-    """
+    """The first of each run of equal elements; their number."""
     return _picked("algorithms.unique", policy, a, out, None, {}, False)
 
 

@@ -10,8 +10,6 @@ from shoal.kernel.algorithms.loop import LoopReduction, check_op, loop, names_of
 from shoal.kernel.algorithms.memory import view
 from shoal.kernel.algorithms.policy import Policy
 
-__all__ = ["reduce", "transform_reduce"]
-
 
 @schedulable
 def transform_reduce(

@@ -21,8 +21,6 @@ from shoal.kernel.algorithms.loop import (
 from shoal.kernel.algorithms.memory import TYPES, view
 from shoal.kernel.algorithms.policy import Policy
 
-__all__ = ["exclusive_scan", "inclusive_scan"]
-
 
 @schedulable
 def inclusive_scan(

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["DTYPES", "AttentionKernel", "Prepared"]
-
 Prepared = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 
 # Short name -> name in torch.

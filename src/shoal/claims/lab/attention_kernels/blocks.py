@@ -8,8 +8,6 @@ import numpy as np
 
 from shoal.ir.mask import Mask
 
-__all__ = ["block_table"]
-
 _CACHE: WeakKeyDictionary[Mask, dict[int, np.ndarray]] = WeakKeyDictionary()
 
 

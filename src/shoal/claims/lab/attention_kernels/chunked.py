@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Chunked"]
-
 
 @part
 class Chunked(AttentionKernel):

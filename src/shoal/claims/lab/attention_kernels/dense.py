@@ -11,8 +11,6 @@ from torch import Tensor
 
 from shoal.ir.mask import Mask
 
-__all__ = ["DenseMask", "grouped_scores", "grouped_values"]
-
 
 class DenseMask:
     """A mask as bool [T, S] in which every query sees something.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["FlashCPU"]
-
 
 @part
 class FlashCPU(AttentionKernel):

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Flex"]
-
 # One program for each length; torch gives up after eight unless it is set otherwise.
 _MAX_PROGRAMS = 4096
 

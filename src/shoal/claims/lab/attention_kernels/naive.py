@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Naive"]
-
 
 @part
 class Naive(AttentionKernel):

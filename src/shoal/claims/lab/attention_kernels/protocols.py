@@ -10,8 +10,6 @@ from shoal.ir.mask import Mask
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AttentionKernelPart"]
-
 
 class AttentionKernelPart(Protocol):
     """A part of kind ``attention_kernel``: one way to compute attention under a typed mask.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["SDPA"]
-
 
 @part
 class SDPA(AttentionKernel):

@@ -22,8 +22,6 @@ from shoal.ir.mask import Mask
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Tiled"]
-
 
 @part
 class Tiled(AttentionKernel):

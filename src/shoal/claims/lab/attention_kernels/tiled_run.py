@@ -12,18 +12,9 @@ from shoal.claims.lab.attention_kernels.base import Prepared
 from shoal.claims.lab.attention_kernels.blocks import block_table
 from shoal.ir.mask import Mask
 
-__all__ = ["tiled_attention"]
-
 
 class _Row(NamedTuple):
-    """A block of queries.
-
-    Args:
-        queries: of the block.
-        runs: keys of seen tiles, neighbours joined.
-        hidden: bool [queries, those keys]; None if all are seen.
-        blind: bool [queries, 1], those that see nothing; None if there are none.
-    """
+    """A block of queries, keys of its seen tiles, what is hidden, who sees nothing."""
 
     queries: slice
     runs: tuple[slice, ...]

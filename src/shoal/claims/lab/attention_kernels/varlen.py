@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Varlen"]
-
 
 @part
 class Varlen(AttentionKernel):

@@ -17,8 +17,6 @@ from torch import Tensor
 from shoal.claims.lab.placed.placement import GlobalTensor
 from shoal.ir.placement import Placement, local_box
 
-__all__ = ["KERNELS", "run"]
-
 Kernel: TypeAlias = Callable[
     [Sequence[Tensor], Mapping[str, Any], Sequence[GlobalTensor], tuple[int, ...]], Tensor
 ]
@@ -31,15 +29,7 @@ def run(
     shape: tuple[int, ...],
     placement: Placement,
 ) -> GlobalTensor:
-    """Do an operation on parts that lie as one of its signatures says.
-
-    Args:
-        kind: the operation.
-        inputs: in the placements of the signature.
-        attributes: its options.
-        shape: of the whole result.
-        placement: of the result, by the signature.
-    """
+    """Do an operation on parts that lie as one of its signatures says."""
     mesh = inputs[0].mesh
     box = local_box(shape, placement, mesh.sizes, mesh.coord)
     local = KERNELS[kind]([x.local for x in inputs], attributes, inputs, box.shape)

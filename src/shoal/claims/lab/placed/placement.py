@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
     from shoal.plan.sbp.search import OpGraph, SbpPlan
 
-__all__ = ["TAG", "GlobalTensor", "RankMesh", "apply", "execute", "from_local", "to_global"]
-
 # Under this tag the meter counts what boxing sends.
 TAG = "boxing"
 
@@ -79,14 +77,7 @@ class RankMesh:
 
 @dataclass(frozen=True, eq=False)
 class GlobalTensor:
-    """A tensor of which every rank of a mesh holds a part.
-
-    Args:
-        local: what this rank holds.
-        shape: of the whole tensor.
-        placement: where it lies.
-        mesh: on which ranks.
-    """
+    """A tensor of which every rank of a mesh holds a part, ``local``."""
 
     local: Tensor
     shape: tuple[int, ...]

@@ -16,8 +16,6 @@ from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.loop import loop
 from shoal.kernel.rnn.shapes import bias_of, call_of, check, states_of, wide
 
-__all__ = ["rnn"]
-
 
 def rnn(
     wx: Tensor,

@@ -23,8 +23,6 @@ from shoal.core.errors import ModelError, require
 from shoal.kernel.rnn.functions import function as function_of
 from shoal.model.norm import RMSNorm
 
-__all__ = ["RecurrentBlock", "RecurrentModel"]
-
 
 class RecurrentBlock(nn.Module):
     """``x + out(rnn(in(norm(x))))``, optionally followed by a gated feed-forward layer.

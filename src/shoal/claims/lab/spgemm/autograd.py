@@ -17,8 +17,6 @@ from shoal.kernel.spgemm.csr import Csr, transposed
 if TYPE_CHECKING:
     from shoal.kernel.protocols import Kernel
 
-__all__ = ["product"]
-
 
 class _Product(Function):
     @staticmethod

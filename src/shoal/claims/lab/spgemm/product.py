@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from shoal.kernel.protocols import Kernel
     from shoal.kernel.spgemm.csr import Csr
 
-__all__ = ["multiply", "spgemm"]
-
 _NUMBERS: dict[SparseDtype, str] = {
     "fp64": "float64",
     "fp32": "float32",

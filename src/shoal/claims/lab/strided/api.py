@@ -18,8 +18,6 @@ from shoal.kernel.strided.datatype import Datatype, from_strides
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["commit", "layout_of", "pack", "unpack"]
-
 
 def pack(
     buffer: Tensor,

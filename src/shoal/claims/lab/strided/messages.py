@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["TAG", "locality", "receive", "send"]
-
 TAG = "strided"
 
 

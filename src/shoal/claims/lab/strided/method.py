@@ -25,16 +25,6 @@ from shoal.core.config import Value
 from shoal.core.errors import KernelError, require
 from shoal.kernel.strided.canonical import Layout, StridedBlock
 
-__all__ = [
-    "MESSAGES",
-    "METHODS",
-    "LocalityTimes",
-    "Method",
-    "MethodModel",
-    "TimeGrid",
-    "measure_packing",
-]
-
 Method = Literal["oneshot", "device", "staged", "blocks"]
 METHODS: tuple[Method, ...] = ("oneshot", "device", "staged", "blocks")
 
@@ -43,13 +33,7 @@ MESSAGES = 4096
 
 
 class TimeGrid(Value):
-    """Seconds at every pair of two sizes; of one size, where ``columns`` is one number.
-
-    Args:
-        rows: sizes, rising.
-        columns: sizes, rising.
-        seconds: a row of seconds a row.
-    """
+    """Seconds at every pair of two sizes; of one size, where ``columns`` is one number."""
 
     rows: tuple[float, ...]
     columns: tuple[float, ...] = (1.0,)

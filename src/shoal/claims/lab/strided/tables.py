@@ -23,8 +23,6 @@ from shoal.core.errors import RankError, require
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
 
-__all__ = ["agreed", "measure_parts"]
-
 _TAG = "strided_tables"
 # Bytes of many messages behind each other that are really sent; more take in proportion.
 _MANY = 2**24

@@ -12,8 +12,6 @@ from shoal.cost.gpu.device import Accelerator
 from shoal.cost.published.baselines.counts import counts, link
 from shoal.cost.published.runs import PublishedRun
 
-__all__ = ["seconds"]
-
 # GFLOP of a product -> share of the peak; MB of an operator -> share of the memory's rate.
 MATRIX = ((128.0, 0.85), (16.0, 0.80), (4.0, 0.70), (1.0, 0.50), (0.0, 0.30))
 MEMORY = ((100.0, 0.90), (10.0, 0.80), (1.0, 0.60), (0.0, 0.40))

@@ -9,8 +9,6 @@ from shoal.cost.gpu.device import Accelerator
 from shoal.cost.gpu.spec import block_weights
 from shoal.cost.published.runs import PublishedRun
 
-__all__ = ["BaselineCounts", "counts", "link"]
-
 
 @dataclass(frozen=True)
 class BaselineCounts:

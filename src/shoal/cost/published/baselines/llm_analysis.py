@@ -12,8 +12,6 @@ from shoal.cost.gpu.device import Accelerator
 from shoal.cost.published.baselines.counts import counts, link
 from shoal.cost.published.runs import PublishedRun
 
-__all__ = ["seconds"]
-
 FLOPS, LINK, MEMORY = 0.5, 0.6, 0.9
 
 

@@ -12,8 +12,6 @@ from shoal.cost.gpu.device import Accelerator
 from shoal.cost.published.baselines.counts import counts, link
 from shoal.cost.published.runs import PublishedRun
 
-__all__ = ["seconds"]
-
 MATMUL, GROUPED, FORWARD, BACKWARD = 0.75, 0.50, 0.60, 0.55
 MEMORY, LINK, LATENCY_S = 0.666, 0.70, 25e-6
 

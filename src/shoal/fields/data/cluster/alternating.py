@@ -18,8 +18,6 @@ from shoal.fields.data.cluster.starts import begin
 from shoal.fields.data.cluster.storage import Storage
 from shoal.ir import Estimate, Interval, Machine
 
-__all__ = ["Alternating"]
-
 
 @part
 class Alternating:

@@ -22,8 +22,6 @@ from shoal.fields.data.cluster.search import Ids
 from shoal.fields.data.cluster.storage import Objects
 from shoal.ir import Estimate, Interval, Machine
 
-__all__ = ["CLARA", "to_medoids"]
-
 _BLOCK = 4_000_000
 
 

@@ -23,8 +23,6 @@ from shoal.fields.data.cluster.starts import start
 from shoal.fields.data.cluster.storage import Storage
 from shoal.ir import Estimate, Interval, Machine
 
-__all__ = ["CLARANS"]
-
 # Candidates that are drawn at a time.
 _DRAWN = 64
 

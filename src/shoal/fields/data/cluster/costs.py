@@ -25,8 +25,6 @@ from shoal.fields.data.cluster.search import MedoidSearch, best_swap, eager, exp
 from shoal.fields.data.cluster.storage import STORAGES, Matrix, Storage, Vectors, storage_bytes
 from shoal.ir import Estimate, Interval, Machine
 
-__all__ = ["estimate_of", "fitting", "rates_of", "state_bytes", "timed"]
-
 # Shares of what a described CPU could do at best that the kernels reach.
 _OF_BANDWIDTH, _OF_FLOPS = 0.4, 0.5
 _EXPAND, _TEXTBOOK_CYCLES, _REPAIR_S = 1.5, 1.5, 3e-9
@@ -97,11 +95,6 @@ def fitting(work: ClusterWork, machine: Machine) -> Iterator[Storage]:
 
 def rates_of(machine: Machine, *, dim: int, metric: str) -> ClusterRates:
     """How fast a machine is: timed if it is this one, else derived from its description.
-
-    Args:
-        machine: of a plan.
-        dim: numbers of a vector; 0 where dissimilarities are given.
-        metric: of the vectors.
 
     Raises:
         ConfigError: the file of what was timed is damaged.

@@ -23,8 +23,6 @@ from shoal.fields.data.cluster.search import Ids
 from shoal.fields.data.cluster.solve import check_k, solve
 from shoal.fields.data.cluster.storage import STORAGES, Metric, Objects, Precomputed, Vectors
 
-__all__ = ["FasterCLARA", "FasterCLARANS", "KMedoids"]
-
 _STARTS = ("random", "build", "lab")
 _METHODS = ("fasterpam", "fastpam1", "pam", "alternating")
 

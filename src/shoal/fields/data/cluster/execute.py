@@ -25,11 +25,9 @@ from shoal.fields.data.cluster.protocols import ClusteringProblem, State
 from shoal.fields.data.cluster.solve import ClusteringSolution, solve
 from shoal.ir import Watch, errors_of
 from shoal.machine.fingerprint import versions
-from shoal.plan.saved import check_device
+from shoal.plan.saved import check_device, read_report
 from shoal.train.layout import RunDir
 from shoal.train.run_lock import alone
-
-__all__ = ["execute"]
 
 _STATE = "state.json"
 # Seconds between states on disk, and between events.
@@ -65,16 +63,21 @@ def execute(
         raise ConfigError("method: the plan has none; make one with shoal plan cluster --out")
     if directory.plan.exists() and not resume:
         raise ConfigError(
-            f"{run_dir}: a run lies there already; continue it with --resume, or choose another "
+            f"{run_dir}: already contains a run; continue it with --resume, or choose another "
             "name with --set name=..."
         )
     if resume and directory.plan.exists() and ClusterPlan.load(directory.plan).job != job:
         raise ConfigError(
-            f"{run_dir}: the run that lies there is another job; give the one it began with, or "
-            "another --dir"
+            f"{run_dir}: contains a run of another job; give that job, or another --dir"
         )
+    if resume and not (directory.root / _STATE).exists():
+        before = read_report(directory.report, plan)
+        if isinstance(before, ClusterReport):
+            if watch is not None:
+                watch({"kind": "finished", "step": 1})
+            return before
     Score().register(run_dir, job.job, job.name)
-    plan.save(directory.plan, header="What will run, and what it is predicted to cost.")
+    plan.save(directory.plan, header="The plan of the run, with its prediction.")
     progress = _Progress(directory, watch)
     with Meter([SINKS.build({"name": "jsonl", "path": str(directory.events)})]) as meter:
         progress.event = meter.event

@@ -23,8 +23,6 @@ from shoal.fields.data.cluster.starts import begin
 from shoal.fields.data.cluster.storage import DissimilarityRows, Storage
 from shoal.ir import Estimate, Interval, Machine
 
-__all__ = ["FasterPAM", "descend"]
-
 # Passes over all candidates until one brings nothing, from a random start.
 PASSES = Interval(value=4.0, low=2.5, high=7.0)
 # Swaps for each medoid, from a random start.

@@ -20,8 +20,6 @@ from shoal.fields.data.cluster.starts import begin
 from shoal.fields.data.cluster.storage import Storage
 from shoal.ir import Estimate, Interval, Machine
 
-__all__ = ["FastPAM1", "rounds", "steepest"]
-
 # The loss after a steepest descent differs from an eager one's either way.
 EXCESS = Interval(value=0.0, low=-0.005, high=0.005)
 

@@ -16,8 +16,6 @@ from shoal.fields.data.cluster.job import ClusterJob
 from shoal.fields.data.cluster.protocols import ClusterError
 from shoal.fields.data.cluster.storage import Objects, Precomputed, Vectors
 
-__all__ = ["InputShape", "objects_of", "shape_of"]
-
 _PHOTOS = "photos"
 _ENDINGS = (".npy", ".parquet", ".csv", ".jsonl", ".ndjson")
 

@@ -10,8 +10,6 @@ from shoal.core.config import Kind
 from shoal.core.parts import Choice
 from shoal.ir import Job, Plan, Report
 
-__all__ = ["ClusterJob", "ClusterPlan", "ClusterReport"]
-
 
 class ClusterJob(Job):
     """Group objects around k of themselves, the medoids.
@@ -23,7 +21,7 @@ class ClusterJob(Job):
             ``metric: precomputed``; or ``photos:N``, N descriptors of photographs.
         columns: those that make up a vector; empty for every column of numbers.
         k: clusters.
-        metric: how far objects are apart: ``euclidean``, ``cosine``, any name of scikit-learn's, or
+        metric: the distance: ``euclidean``, ``cosine``, any name of scikit-learn's, or
             ``precomputed``.
         symmetric: refuse precomputed dissimilarities that are not; if false, row o and column c say
             how far object o is from medoid c.
@@ -31,8 +29,8 @@ class ClusterJob(Job):
         init: the start: ``random``, ``build`` or ``lab``.
         max_iter: most passes over the candidates, or swaps of a method that makes one a pass.
         max_excess: loss above that of FasterPAM, as a share, that may be paid for time.
-        threads: threads that hold candidates against the medoids.
-        seed: seed of everything random.
+        threads: threads that compare candidates with the medoids.
+        seed: random seed.
     """
 
     job: Literal["cluster"] = "cluster"

@@ -12,8 +12,6 @@ from shoal.core.tables import Table
 from shoal.fields.data.cluster.job import ClusterJob, ClusterPlan, ClusterReport
 from shoal.ir import Flag, Interval, Machine, Quantity, Watch
 
-__all__ = ["ClusterKind"]
-
 # Clusters of the table.
 _SHOWN = 8
 
@@ -29,16 +27,16 @@ class ClusterKind:
     subject: ClassVar = "data"
     example: ClassVar = {"data": "photos:600", "k": 6}
     flags: ClassVar = (
-        Flag(name="k", path="k", help="How many clusters."),
+        Flag(name="k", path="k", help="Number of clusters."),
         Flag(
             name="metric",
             path="metric",
             help="euclidean, cosine, any of scikit-learn, or precomputed.",
         ),
         Flag(name="method", path="method", help="How medoids are found, such as fasterpam."),
-        Flag(name="init", path="init", help="The start: random, build or lab."),
-        Flag(name="threads", path="threads", help="Threads that hold candidates against medoids."),
-        Flag(name="seed", path="seed", help="Seed of everything random."),
+        Flag(name="init", path="init", help="Initialization: random, build or lab."),
+        Flag(name="threads", path="threads", help="Threads that compare candidates with medoids."),
+        Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (
         Quantity(name="total_s", label="time", unit="s", better="lower", headline=True),
@@ -101,5 +99,5 @@ class ClusterKind:
             f"picture: {directory / 'clusters.svg'}",
         ]
         if not report.details.get("converged", True):
-            lines.append("the search gave up before every candidate was tried in vain")
+            lines.append("the search stopped at its limit")
         return [largest, *lines]

@@ -16,8 +16,6 @@ from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringRes
 from shoal.fields.data.cluster.storage import Storage
 from shoal.ir import Estimate, Interval, Machine
 
-__all__ = ["PAM"]
-
 
 @part
 class PAM:

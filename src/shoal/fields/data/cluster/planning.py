@@ -14,8 +14,6 @@ from shoal.fields.data.cluster.protocols import Clusterer, ClusterWork
 from shoal.fields.data.cluster.solve import check_k
 from shoal.ir import Interval, Machine
 
-__all__ = ["plan_cluster", "work_of"]
-
 # The interpreter with numpy and Arrow.
 _RUNTIME = 2.5e8
 

@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     from shoal.fields.data.cluster.storage import DissimilarityRows, Objects, Storage
     from shoal.ir import Estimate, Interval, Machine
 
-__all__ = [
-    "ClusterError",
-    "ClusterRates",
-    "ClusterWork",
-    "Clusterer",
-    "ClusteringProblem",
-    "ClusteringResult",
-    "State",
-    "Tick",
-]
-
 State: TypeAlias = dict[str, Any]
 """Where a search stands, as JSON: always ``medoids`` and ``swaps``."""
 
@@ -68,13 +57,7 @@ class ClusterWork(Value):
     """What is clustered, as the methods' estimates see it.
 
     Args:
-        n: objects.
-        k: clusters.
         dim: numbers of one vector; 0 where the dissimilarities are given.
-        threads: threads that compute.
-        init: the start.
-        max_iter: most passes.
-        rates: of the machine.
     """
 
     n: int
@@ -97,7 +80,6 @@ class ClusteringProblem:
         init: ``random``, ``build`` or ``lab``.
         max_iter: most passes over the candidates.
         seed: of everything random.
-        threads: threads that compute.
         state: where a search that was stopped stood.
         tick: receives the progress.
         computing: receives the computed share of the kept dissimilarities.
@@ -129,7 +111,6 @@ class ClusteringResult:
     Args:
         medoids: int64 [k], objects.
         loss: sum of the dissimilarities to the nearest medoid, as the swaps kept it up.
-        swaps: swaps made.
         passes: passes over the candidates, or rounds.
         converged: no swap that the method knows improves the loss.
         details: anything else.
@@ -149,15 +130,12 @@ class Clusterer(Protocol):
 
     def estimate(self, work: ClusterWork, machine: Machine) -> Estimate:
         """Seconds of the whole search, dissimilarities included, and bytes by cause."""
-        ...
 
     def excess(self, work: ClusterWork) -> Interval:
         """Loss over that of FasterPAM, minus one: an assumption from the runs in ``docs``."""
-        ...
 
     def candidates(self, work: ClusterWork, machine: Machine) -> Iterator[Self]:
         """With which options it is worth trying here; nothing, if it is not."""
-        ...
 
     def search(self, problem: ClusteringProblem) -> ClusteringResult:
         """Find medoids.
@@ -165,4 +143,3 @@ class Clusterer(Protocol):
         Raises:
             ClusterError: there is not enough memory for what it keeps.
         """
-        ...

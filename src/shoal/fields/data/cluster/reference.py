@@ -10,8 +10,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from shoal.fields.data.cluster.search import Floats, Ids, MedoidSearch
 
-__all__ = ["apply_swap", "assign", "best_swap", "changes", "eager", "expand", "gains"]
-
 LEAST = 1e-13
 
 

@@ -21,8 +21,6 @@ from shoal.core.errors import BuildError
 from shoal.core.native import build
 from shoal.fields.data.cluster import reference
 
-__all__ = ["Floats", "MedoidSearch", "best_swap", "eager", "expand", "gains", "native"]
-
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ids: TypeAlias = npt.NDArray[np.int64]
 

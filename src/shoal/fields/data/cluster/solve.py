@@ -15,8 +15,6 @@ from shoal.fields.data.cluster.protocols import (
 )
 from shoal.fields.data.cluster.search import Ids
 
-__all__ = ["ClusteringSolution", "check_k", "solve"]
-
 # Numbers of one block of rows.
 _BLOCK = 4_000_000
 

@@ -18,8 +18,6 @@ from shoal.fields.data.cluster.protocols import ClusteringProblem
 from shoal.fields.data.cluster.search import Floats, Ids, MedoidSearch, gains, native
 from shoal.fields.data.cluster.storage import DissimilarityRows
 
-__all__ = ["begin", "start", "started"]
-
 
 def started(problem: ClusteringProblem, rows: DissimilarityRows) -> Ids:
     """Int64 [k]: the medoids a problem begins with, those of its state first."""

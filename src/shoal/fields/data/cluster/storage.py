@@ -12,21 +12,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from shoal.core.extras import import_extra
+from shoal.core.sizes import human_bytes
 from shoal.fields.data.cluster.protocols import ClusterError
 from shoal.fields.data.cluster.search import Floats, Ids, expand
-
-__all__ = [
-    "STORAGES",
-    "DissimilarityRows",
-    "Matrix",
-    "Metric",
-    "Objects",
-    "Precomputed",
-    "Storage",
-    "Vectors",
-    "kept",
-    "storage_bytes",
-]
 
 Storage: TypeAlias = Literal["full32", "condensed", "on_demand"]
 STORAGES: tuple[Storage, ...] = ("full32", "condensed", "on_demand")
@@ -38,21 +26,15 @@ _TOLERANCE = 1e-5
 
 
 class Objects(Protocol):
-    """Objects between which there are dissimilarities.
-
-    Attributes:
-        n: how many.
-    """
+    """Objects between which there are dissimilarities."""
 
     n: int
 
     def between(self, a: Ids | slice, b: Ids | slice) -> Floats:
         """Float32 [len(a), len(b)]: dissimilarity of each of ``b`` to each of ``a``."""
-        ...
 
     def subset(self, ids: Ids) -> Objects:
         """Only these objects, in this order."""
-        ...
 
 
 class Vectors:
@@ -201,37 +183,28 @@ def _blocks(n: int, width: int) -> Iterator[slice]:
 
 
 class DissimilarityRows(Protocol):
-    """Rows of dissimilarities, however they are kept.
-
-    Attributes:
-        n: how many objects.
-    """
+    """Rows of dissimilarities, however they are kept."""
 
     n: int
 
     @property
     def whole(self) -> Floats | None:
         """All rows, where they are kept; else None."""
-        ...
 
     def rows(self, first: int, count: int) -> Floats:
         """Float32 [count, n] from row ``first`` on; valid until the next call."""
-        ...
 
     def some(self, ids: Ids) -> Floats:
         """Float32 [len(ids), n] of any rows; a copy."""
-        ...
 
     def blocks(self) -> Iterator[slice]:
         """All rows, in blocks that are good to ask for."""
-        ...
 
 
 class Matrix:
     """All of them in float32: 4 n² bytes.
 
     Args:
-        objects: of which.
         watch: called with the share that is computed.
     """
 
@@ -266,7 +239,6 @@ class Condensed:
     """What lies below the diagonal, in float32: 2 n² bytes.
 
     Args:
-        objects: of which.
         watch: called with the share that is computed.
     """
 
@@ -306,7 +278,6 @@ class OnDemand:
     """None of them: rows are computed whenever they are read.
 
     Args:
-        objects: of which.
         watch: never called.
     """
 
@@ -362,7 +333,7 @@ def kept(
         dissimilarity_rows: DissimilarityRows = _KEPT[storage](objects, watch)
     except MemoryError as cause:
         raise ClusterError(
-            f"storage = {storage!r}: {storage_bytes(storage, objects.n) / 2**30:.1f} GiB of "
+            f"storage = {storage!r}: {human_bytes(storage_bytes(storage, objects.n))} of "
             f"dissimilarities of {objects.n} objects do not fit in memory; use on_demand, or CLARA"
         ) from cause
     return dissimilarity_rows

@@ -17,8 +17,6 @@ from shoal.parallel.context.run.block import AttentionTotal, backward_block, row
 from shoal.parallel.context.run.peers import PeerView
 from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["gathered_attention"]
-
 
 class _AllGather(torch.autograd.Function):
     @staticmethod

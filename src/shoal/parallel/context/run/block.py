@@ -20,20 +20,6 @@ from torch import Tensor
 
 from shoal.parallel.context.pieces import AttentionPiece
 
-__all__ = [
-    "AttentionTotal",
-    "backward_block",
-    "block_scores",
-    "flash_backward",
-    "flash_forward",
-    "grouped",
-    "plain_backward",
-    "plain_forward",
-    "row_sums",
-    "summed",
-    "wide",
-]
-
 # Scores that the plain kernel holds at a time.
 _MAX_SCORES = 2**26
 

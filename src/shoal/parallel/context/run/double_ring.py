@@ -15,8 +15,6 @@ from torch import Tensor
 from shoal.parallel.context.run.block import AttentionTotal, backward_block, row_sums, wide
 from shoal.parallel.context.run.peers import ContextPeers, PeerView, TravelingSums, circulate
 
-__all__ = ["double_ring_attention"]
-
 
 class _DoubleRing(torch.autograd.Function):
     @staticmethod

@@ -13,14 +13,11 @@ from shoal.ir.mask import Mask
 from shoal.parallel.context.pieces import AttentionPiece, block_pieces
 from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["ContextPeers", "PeerView", "TravelingSums", "circulate"]
-
 
 class ContextPeers:
     """Some ranks of a communicator, in an order of their own.
 
     Args:
-        comm: the communicator.
         members: numbers in it; all of them, in order, if not given.
     """
 
@@ -104,14 +101,29 @@ class PeerView(NamedTuple):
 
 
 def circulate(x: Tensor, peers: ContextPeers, tag: str) -> Iterator[tuple[int, Tensor]]:
-    """Every member's ``x`` and who it is from, own first; the next is on its way meanwhile."""
-    for step in range(peers.world):
-        last = step == peers.world - 1
-        arriving, wait = (x, None) if last else peers.shift(x, tag)
-        yield (peers.rank - step) % peers.world, x
+    """Every member's ``x`` and who it is from, own first; the next is on its way meanwhile.
+
+    Where messages have tags, as on CPUs, each is expected a step early: Gloo sends what the other
+    end has asked for, and a question would wait behind results that go the same way.
+    """
+    world, early = peers.world, x.device.type == "cpu"
+    expected: list[tuple[Tensor, Pending]] = []
+    for step in range(world):
+        last, wait = step == world - 1, None
+        if not last and early:
+            while len(expected) < min(2, world - 1 - step):
+                arriving = torch.empty_like(x)
+                expected.append((arriving, peers.receive(arriving, (peers.rank - 1) % world, tag)))
+            wait = peers.send(x, (peers.rank + 1) % world, tag).wait
+        elif not last:
+            arriving, wait = peers.shift(x, tag)
+        yield (peers.rank - step) % world, x
         if wait is not None:
             wait()
-        x = arriving
+            if expected:
+                arriving, arrives = expected.pop(0)
+                arrives.wait()
+            x = arriving
 
 
 class TravelingSums:

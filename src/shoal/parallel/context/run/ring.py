@@ -14,8 +14,6 @@ from torch import Tensor
 from shoal.parallel.context.run.block import AttentionTotal, backward_block, row_sums, wide
 from shoal.parallel.context.run.peers import ContextPeers, PeerView, TravelingSums, circulate
 
-__all__ = ["ring_attention"]
-
 
 class _Ring(torch.autograd.Function):
     @staticmethod

@@ -17,8 +17,6 @@ from shoal.parallel.context.pieces import AttentionPiece
 from shoal.parallel.context.run.block import block_scores, grouped, summed, wide
 from shoal.parallel.context.run.peers import ContextPeers, PeerView, TravelingSums, circulate
 
-__all__ = ["rsa_attention"]
-
 
 class _RSA(torch.autograd.Function):
     @staticmethod

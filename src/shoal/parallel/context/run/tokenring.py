@@ -21,8 +21,6 @@ from torch import Tensor
 from shoal.parallel.context.run.block import AttentionTotal, backward_block, row_sums, wide
 from shoal.parallel.context.run.peers import ContextPeers, PeerView, circulate
 
-__all__ = ["tokenring_attention"]
-
 
 class _Returns:
     """Results on their way to their owners, one step at a time.
@@ -47,13 +45,17 @@ class _Returns:
         self._arriving: list[Tensor] = []
 
     def start(self, step: int, result: list[Tensor]) -> None:
-        """Send ``result``, empty if nothing is seen, so far back; expect one from as far ahead."""
-        self.finish()
+        """Send ``result``, empty if nothing is seen, so far back; expect one from as far ahead.
+
+        The last one may still travel: results of two steps have links of their own.
+        """
         peers = self.peers
         target, source = (peers.rank - step) % peers.world, (peers.rank + step) % peers.world
         seen = self.view.pieces(peers.rank, source)
-        self._arriving = [torch.empty_like(x) for x in self.like] if seen else []
-        self._wait = peers.swap(target, result, source, self._arriving, self.tag)
+        arriving = [torch.empty_like(x) for x in self.like] if seen else []
+        wait = peers.swap(target, result, source, arriving, self.tag)
+        self.finish()
+        self._wait, self._arriving = wait, arriving
 
     def finish(self) -> None:
         """Merge what was expected last."""

@@ -17,8 +17,6 @@ from shoal.parallel.context.run.block import wide
 from shoal.parallel.context.run.peers import ContextPeers, PeerView
 from shoal.parallel.context.run.ring import ring_attention
 
-__all__ = ["ulysses_attention"]
-
 
 class _ToHeads(torch.autograd.Function):
     """[B, H, n, d] and twice [B, K, n, d] to [B, H / U + 2 K', n U, d]."""

@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from shoal.core.parts import part
 
-__all__ = ["LeastLoaded", "LeastLoadedBalancer"]
-
 
 @part
 class LeastLoaded:
     """A request goes to the replica with the fewest open ones, whatever its prompt is."""
 
     def build(self) -> LeastLoadedBalancer:
-        """See :class:`~shoal.plan.balance.replicas.protocols.BalancerPart`."""
         return LeastLoadedBalancer()
 
 
@@ -28,7 +25,6 @@ class LeastLoadedBalancer:
     def choose(
         self, prompt: str | Sequence[int], loads: Mapping[int, int], *, salt: str = ""
     ) -> int:
-        """See :class:`~shoal.plan.balance.replicas.protocols.Balancer`."""
         best = min(loads, key=lambda replica: (loads[replica], self._chosen[replica], replica))
         self._chosen[best] += 1
         return best

@@ -25,8 +25,6 @@ from annotated_types import Gt
 from shoal.core.parts import part
 from shoal.plan.balance.replicas.prefixes import Prefixes, chain
 
-__all__ = ["PrefixAware", "PrefixAwareBalancer"]
-
 
 @part
 class PrefixAware:
@@ -45,16 +43,11 @@ class PrefixAware:
     open_blocks: Annotated[float, Gt(0)] = 4.0
 
     def build(self) -> PrefixAwareBalancer:
-        """See :class:`~shoal.plan.balance.replicas.protocols.BalancerPart`."""
         return PrefixAwareBalancer(self)
 
 
 class PrefixAwareBalancer:
-    """The balancer that :class:`PrefixAware` builds.
-
-    Args:
-        options: of the part.
-    """
+    """The balancer that :class:`PrefixAware` builds."""
 
     def __init__(self, options: PrefixAware) -> None:
         self._options = options
@@ -64,7 +57,6 @@ class PrefixAwareBalancer:
     def choose(
         self, prompt: str | Sequence[int], loads: Mapping[int, int], *, salt: str = ""
     ) -> int:
-        """See :class:`~shoal.plan.balance.replicas.protocols.Balancer`."""
         options = self._options
         blocks = chain(prompt, options.block, options.most_blocks, salt=salt)
         seen = self._prefixes.matches(blocks, list(loads))
@@ -80,5 +72,4 @@ class PrefixAwareBalancer:
         return best
 
     def forget(self, replica: int) -> None:
-        """See :class:`~shoal.plan.balance.replicas.protocols.Balancer`."""
         self._prefixes.forget(replica)

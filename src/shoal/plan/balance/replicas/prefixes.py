@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-__all__ = ["Prefixes", "chain"]
-
 
 def chain(prompt: str | Sequence[int], size: int, most: int, *, salt: str = "") -> list[int]:
     """Hashes of the whole blocks at the beginning of a prompt.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-__all__ = ["Balancer", "BalancerPart"]
-
 
 class Balancer(Protocol):
     """Chooses a replica for each request. Uses no clock and asks no replica."""
@@ -21,11 +19,9 @@ class Balancer(Protocol):
             loads: replica that takes requests -> requests that it has open; at least one.
             salt: prompts are alike only where it is the same.
         """
-        ...
 
     def forget(self, replica: int) -> None:
         """A replica begins anew, and has nothing in its cache."""
-        ...
 
 
 class BalancerPart(Protocol):
@@ -33,4 +29,3 @@ class BalancerPart(Protocol):
 
     def build(self) -> Balancer:
         """A balancer that has seen nothing."""
-        ...

@@ -6,15 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from shoal.core.parts import part
 
-__all__ = ["RoundRobin", "RoundRobinBalancer"]
-
 
 @part
 class RoundRobin:
     """Each replica in its turn, whatever it has to do: what the others are compared with."""
 
     def build(self) -> RoundRobinBalancer:
-        """See :class:`~shoal.plan.balance.replicas.protocols.BalancerPart`."""
         return RoundRobinBalancer()
 
 
@@ -27,7 +24,6 @@ class RoundRobinBalancer:
     def choose(
         self, prompt: str | Sequence[int], loads: Mapping[int, int], *, salt: str = ""
     ) -> int:
-        """See :class:`~shoal.plan.balance.replicas.protocols.Balancer`."""
         later = [replica for replica in loads if replica > self._last]
         self._last = min(later or loads)
         return self._last

@@ -20,8 +20,6 @@ from shoal.core.errors import PlanError, require
 from shoal.cost.training.sequences import Exchange, SequenceCost
 from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["Assignment", "MicroStep", "SequenceAssigner", "lengths_of"]
-
 
 class MicroStep(NamedTuple):
     """One pass, forward and backward.
@@ -96,7 +94,6 @@ class SequenceAssigner(Protocol):
     @property
     def capacity_tokens(self) -> int:
         """Tokens that one rank holds in a pass, C."""
-        ...
 
     def assign(self, lengths: Sequence[int], ranks: int, cost: SequenceCost) -> Assignment:
         """Who computes what.
@@ -109,11 +106,9 @@ class SequenceAssigner(Protocol):
         Raises:
             PlanError: a sequence that no group of these ranks can hold, or one without tokens.
         """
-        ...
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes a rank sends for shared sequences in a step, and seconds not hidden."""
-        ...
 
 
 def lengths_of(

@@ -10,7 +10,7 @@ from annotated_types import Ge
 from shoal.core.errors import PlanError
 from shoal.core.parts import part
 from shoal.core.sizes import human_bytes
-from shoal.core.tables import Table
+from shoal.core.tables import Table, digits
 from shoal.cost.shapes import resolve
 from shoal.cost.training.sequences import SequenceCost
 from shoal.ir import Explanation, Machine, Parallel, Progress
@@ -19,15 +19,13 @@ from shoal.plan.balance.sequences.lengths import read_lengths
 from shoal.plan.balance.sequences.picture import draw
 from shoal.plan.balance.sequences.predicted import predict
 
-__all__ = ["BalanceStudy"]
-
 
 @part
 class BalanceStudy:
-    """Deal the sequences of a batch out to ranks, in every way that there is, and compare.
+    """Compare all ways to assign the sequences of a batch to ranks.
 
-    Nothing runs. The step is that of all passes; the sum of the gradients is the same for all and
-    not in it.
+    Nothing runs. The step time includes all passes, but not the sum of the gradients, which is the
+    same for all.
 
     **Examples**
 
@@ -85,7 +83,7 @@ class BalanceStudy:
             rows=tuple(
                 (
                     name,
-                    f"{seen.step_s:.3g} s",
+                    f"{digits(seen.step_s)} s",
                     f"{100 * seen.idle_share:.0f} %",
                     human_bytes(int(seen.exchange_bytes)),
                     str(len(plan.steps)),

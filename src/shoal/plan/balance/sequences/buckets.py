@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["bucketed"]
-
 
 def bucketed(lengths: Sequence[int], most: int) -> list[list[int]]:
     """Numbers of the sequences of each bucket, longest bucket first.

@@ -39,8 +39,6 @@ from shoal.plan.balance.sequences.assignment import (
 from shoal.plan.balance.sequences.estimated import assigned_estimate
 from shoal.plan.balance.sequences.fill import best_fit
 
-__all__ = ["ByteScale"]
-
 
 @part
 class ByteScale:
@@ -56,7 +54,6 @@ class ByteScale:
     offload: Literal["none", "auto"] = "none"
 
     def assign(self, lengths: Sequence[int], ranks: int, cost: SequenceCost) -> Assignment:
-        """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
         capacity = self.capacity_tokens
         if self.offload == "none":
             result = lengths_of(lengths, ranks, capacity, ranks, where="assigner.bytescale")
@@ -121,5 +118,4 @@ class ByteScale:
         )
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
         return assigned_estimate(self, work, machine)

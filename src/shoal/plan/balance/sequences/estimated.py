@@ -7,8 +7,6 @@ from shoal.ir import Estimate, Interval, Machine, Work
 from shoal.plan.balance.sequences.assignment import SequenceAssigner
 from shoal.plan.balance.sequences.predicted import predict
 
-__all__ = ["assigned_estimate"]
-
 
 def assigned_estimate(part: SequenceAssigner, work: Work, machine: Machine) -> Estimate:
     """Bytes one rank sends for shared sequences, and seconds beyond an even share of the work.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-__all__ = ["best_fit"]
-
 
 def best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Numbers of sequences, buffer by buffer, each in the fullest one that has room.

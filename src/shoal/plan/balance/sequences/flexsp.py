@@ -32,8 +32,6 @@ from shoal.plan.balance.sequences.assignment import (
 from shoal.plan.balance.sequences.estimated import assigned_estimate
 from shoal.plan.balance.sequences.groups import Groups, RankPool, homogeneous, searched, solved
 
-__all__ = ["FlexSP", "FlexSPSolution", "best_homogeneous"]
-
 # Numbers of micro-batches beyond the fewest, and how many of them are searched thoroughly.
 _MORE, _SEARCHED = 10, 3
 # s below which the solver is not asked.
@@ -70,7 +68,6 @@ class FlexSP:
     limit_s: Annotated[float, Ge(0)] = 5.0
 
     def assign(self, lengths: Sequence[int], ranks: int, cost: SequenceCost) -> Assignment:
-        """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
         require(ranks >= 1, "assigner.flexsp: ranks", ranks, expected="at least 1", error=PlanError)
         pool = RankPool(1 << (ranks.bit_length() - 1), self.capacity_tokens, cost)
         result = lengths_of(
@@ -118,7 +115,6 @@ class FlexSP:
         return min(better, key=lambda solution: solution.seconds)
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
         return assigned_estimate(dataclasses.replace(self, limit_s=0.0), work, machine)
 
 

@@ -27,8 +27,6 @@ import numpy as np
 from shoal.cost.training.sequences import Exchange, SequenceCost
 from shoal.plan.balance.sequences.buckets import bucketed
 
-__all__ = ["Groups", "RankPool", "homogeneous", "searched", "solved"]
-
 # Ways to cut the ranks that are tried without a solver.
 _MOST_CUTS = 128
 

@@ -9,8 +9,6 @@ from typing import Any
 from shoal.core.errors import DataError
 from shoal.core.extras import import_extra
 
-__all__ = ["read_lengths"]
-
 # A step has fewer sequences than that.
 _MOST = 10_000_000
 

@@ -28,8 +28,6 @@ from shoal.plan.balance.sequences.assignment import (
 from shoal.plan.balance.sequences.estimated import assigned_estimate
 from shoal.plan.balance.sequences.fill import best_fit
 
-__all__ = ["PackedAssigner"]
-
 
 @part
 class PackedAssigner:
@@ -47,7 +45,6 @@ class PackedAssigner:
     exchange: Exchange = "ring"
 
     def assign(self, lengths: Sequence[int], ranks: int, cost: SequenceCost) -> Assignment:
-        """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
         largest = self.cp or max(
             n for n in range(1, ranks + 1) if ranks % n == 0 and cost.legal(n, self.exchange)
         )
@@ -80,5 +77,4 @@ class PackedAssigner:
         return Assignment(tuple(result.tolist()), ranks, tuple(steps), self.exchange)
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
         return assigned_estimate(self, work, machine)

@@ -9,8 +9,6 @@ from shoal.core.svg import COLOURS
 from shoal.plan.balance.sequences.assignment import Assignment
 from shoal.plan.balance.sequences.predicted import PredictedStep
 
-__all__ = ["draw"]
-
 _WIDE, _LEFT, _TITLE, _TALL = 820, 56, 26, 320
 # Ranks that are drawn; more look the same.
 _RANKS = 32
@@ -18,11 +16,7 @@ _ALONE = "#9a9a9a"
 
 
 def draw(plans: Sequence[tuple[str, Assignment, PredictedStep]]) -> str:
-    """An SVG with one time axis: what each rank computes alone (grey) and shared (one colour each).
-
-    Args:
-        plans: name, plan and what is predicted of it; at least one.
-    """
+    """An SVG with one time axis: what each rank computes alone (grey), and shared (colours)."""
     longest = max(found.step_s for _, _, found in plans) or 1.0
     ranks = min(_RANKS, max(plan.ranks for _, plan, _ in plans))
     row = max(3, min(14, _TALL // ranks))
@@ -33,7 +27,7 @@ def draw(plans: Sequence[tuple[str, Assignment, PredictedStep]]) -> str:
         f'{panel * len(plans) + 26}" font-family="sans-serif" font-size="12" role="img">',
         f"<title>One step of {len(plans)} plans: {escape(words)}</title>",
         "<style>text{fill:#222}.f{fill:#eee}@media (prefers-color-scheme: dark)"
-        "{text{fill:#eee}.f{fill:#333}}</style>",
+        "{svg{background:#0f1219}text{fill:#eee}.f{fill:#333}}</style>",
     ]
     for number, (name, plan, result) in enumerate(plans):
         out += _panel(number * panel, name, plan, result, _WIDE / longest, ranks, row)

@@ -7,14 +7,11 @@ from typing import NamedTuple
 from shoal.cost.training.sequences import SequenceCost
 from shoal.plan.balance.sequences.assignment import Assignment
 
-__all__ = ["MicroStepSpan", "PredictedStep", "predict"]
-
 
 class MicroStepSpan(NamedTuple):
     """When a micro-step runs.
 
     Args:
-        step: its number.
         start: s.
         end: s.
     """

@@ -1,1 +1,1 @@
-"""plan.batching.cache: who holds which block of the cache."""
+"""plan.batching.cache: how cache blocks are managed."""

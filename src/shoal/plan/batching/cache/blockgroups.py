@@ -25,8 +25,6 @@ from shoal.ir import InFlight, Machine, Request, ServeWork
 from shoal.plan.batching.cache.runs import FreeRuns, joined
 from shoal.plan.batching.common import BlockSize, whole_blocks
 
-__all__ = ["BlockGroups", "GroupedBlocks"]
-
 
 @part
 class BlockGroups:
@@ -75,8 +73,6 @@ class GroupedBlocks:
     given back while a transfer still touched it, and taken only when nothing else is left.
 
     Args:
-        num_blocks: blocks of the cache.
-        block_size: tokens of a block.
         group: blocks of a group.
         seed: of the requests whose spare is taken back.
     """
@@ -105,7 +101,6 @@ class GroupedBlocks:
         return 0
 
     def allocate(self, request: Request, n_tokens: int) -> bool:
-        """See :class:`~shoal.ir.engine.KVManager`."""
         missing = -(-n_tokens // self.block_size) - len(request.blocks)
         if missing <= 0:
             return True
@@ -133,7 +128,6 @@ class GroupedBlocks:
         """Nothing is shared: nothing to do."""
 
     def free(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.KVManager`."""
         request.n_computed = 0
         self._give_spare(request)
         self._held.pop(request.id, None)

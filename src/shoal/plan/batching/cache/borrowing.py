@@ -17,8 +17,6 @@ from shoal.plan.batching.cache.distributed import BlockLoan, DistributedBlocks
 from shoal.plan.batching.cache.loans import InstanceStatus
 from shoal.plan.batching.common import Queues
 
-__all__ = ["Borrower"]
-
 
 class Borrower:
     """An instance's side of lending.

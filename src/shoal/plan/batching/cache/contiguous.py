@@ -16,8 +16,6 @@ from shoal.core.parts import part
 from shoal.ir import InFlight, Request
 from shoal.plan.batching.common import BlockSize, whole_blocks
 
-__all__ = ["ContiguousCache", "ContiguousRuns"]
-
 
 @part
 class ContiguousCache:
@@ -39,12 +37,7 @@ class ContiguousCache:
 
 
 class ContiguousRuns:
-    """The bookkeeping that :class:`ContiguousCache` builds; a call costs O(free runs).
-
-    Args:
-        num_blocks: blocks of the cache.
-        block_size: tokens of a block.
-    """
+    """The bookkeeping that :class:`ContiguousCache` builds; a call costs O(free runs)."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -86,7 +79,6 @@ class ContiguousRuns:
         """Nothing is shared: nothing to do."""
 
     def free(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.KVManager`."""
         request.n_computed = 0
         if not request.blocks:
             return

@@ -27,8 +27,6 @@ from shoal.ir import Machine, Request, ServeWork
 from shoal.plan.batching.cache.paged import PagedBlocks
 from shoal.plan.batching.common import BlockSize, whole_blocks
 
-__all__ = ["UNBACKED", "BlockLoan", "Distributed", "DistributedBlocks", "place_of", "reference"]
-
 # A block of a table that is promised: its memory comes when older ones have been copied away.
 UNBACKED = -1
 
@@ -127,7 +125,6 @@ class BlockLoan(NamedTuple):
 
     Args:
         id: of this copy.
-        request: whose.
         place: of the block in its table.
         block: where it is here.
         instance: where it goes.
@@ -161,8 +158,6 @@ class DistributedBlocks(PagedBlocks):
     """The bookkeeping that :class:`Distributed` builds, for one instance.
 
     Args:
-        num_blocks: blocks of this instance.
-        block_size: tokens of a block.
         watermark: blocks that are not lent.
         max_lenders: most instances that hold blocks of one request.
         prefix_reuse: share full blocks.

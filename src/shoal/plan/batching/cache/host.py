@@ -21,15 +21,12 @@ from shoal.ir import InFlight, Request
 from shoal.plan.batching.cache.runs import FreeRuns
 from shoal.plan.batching.common import DigestChain
 
-__all__ = ["HostBlocks"]
-
 
 @dataclass(slots=True, eq=False)
 class _Copied:
     """A copy of the first ``tokens`` tokens of a request, in ``blocks``.
 
     Args:
-        request: whose; None when it has ended.
         age: rises with every copy that is begun.
         blocks: of the host, in order.
         tokens: the mark.
@@ -48,7 +45,6 @@ class HostBlocks:
 
     Args:
         num_blocks: blocks of host memory.
-        block_size: tokens of a block, as in the cache.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -111,7 +107,7 @@ class HostBlocks:
         if not full:
             return
         copied.request = None
-        copied.digests = DigestChain(request, self.block_size).upto(request, full)
+        copied.digests = [*DigestChain(request, self.block_size).upto(request, full)[:full]]
         self._ended[copied] = None
         self._known.update(dict.fromkeys(copied.digests, copied))
 
@@ -129,7 +125,7 @@ class HostBlocks:
             alike += 1
         if not alike:
             return
-        copied = self._known[chain.digests[alike - 1]]
+        copied = self._known[chain.upto(request, alike)[alike - 1]]
         if 2 * alike < len(copied.blocks):
             return
         del self._ended[copied]

@@ -21,15 +21,12 @@ from typing import NamedTuple
 from shoal.core.errors import ServeError
 from shoal.ir import StepCost
 
-__all__ = ["InstanceStatus", "Loan", "LoanRegistry", "throughput"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceStatus:
     """How an instance is.
 
     Args:
-        instance: which.
         lendable: blocks that it would lend now.
         short: blocks that its next request lacks; 0 if none waits for room.
         waiting: tokens of that request.
@@ -58,7 +55,7 @@ class Loan(NamedTuple):
 
 
 def throughput(cost: StepCost, contexts: Sequence[int], attended: int = 0) -> float:
-    """Tokens per s of an instance that generates for requests of these contexts.
+    """Tokens per s of a decode instance for requests of these contexts.
 
     Args:
         cost: of its steps.
@@ -75,8 +72,6 @@ class LoanRegistry:
     """The books of all debts, and advice on new ones.
 
     Args:
-        instances: numbered from 0; a lender without requests is one of them.
-        block_size: tokens of a block.
         cost: seconds of a step, the same on all.
         timeout_s: s of silence after which an instance is lost.
         max_lenders: most lenders of one loan.

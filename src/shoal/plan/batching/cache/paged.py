@@ -22,8 +22,6 @@ from shoal.core.parts import part
 from shoal.ir import Copy, InFlight, Machine, Request, ServeWork
 from shoal.plan.batching.common import BlockSize, DigestChain, whole_blocks
 
-__all__ = ["Paged", "PagedBlocks"]
-
 
 @part
 class Paged:
@@ -63,8 +61,6 @@ class PagedBlocks:
     held by one request or several.
 
     Args:
-        num_blocks: blocks of the cache.
-        block_size: tokens of a block.
         prefix_reuse: share full blocks.
     """
 
@@ -100,7 +96,6 @@ class PagedBlocks:
         return len(self._free) + len(self._forgotten)
 
     def match_prefix(self, request: Request) -> int:
-        """See :class:`~shoal.ir.engine.KVManager`."""
         if request.blocks:
             raise ValueError(f"request {request.id} is matched while it holds blocks")
         if not self.prefix_reuse:
@@ -122,11 +117,10 @@ class PagedBlocks:
         return request.n_computed
 
     def allocate(self, request: Request, n_tokens: int) -> bool:
-        """See :class:`~shoal.ir.engine.KVManager`."""
         blocks, first = request.blocks, request.n_computed // self.block_size
         missing = -(-n_tokens // self.block_size) - len(blocks)
         shared = first < len(blocks) and self._holders[blocks[first]] > 1
-        if missing + shared > self.num_free:
+        if missing + shared > len(self._free) + len(self._forgotten):
             return False
         if shared:
             self._holders[blocks[first]] -= 1
@@ -142,7 +136,6 @@ class PagedBlocks:
         return True
 
     def fork(self, parent: Request, child: Request) -> int:
-        """See :class:`~shoal.ir.engine.ForkingKVManager`."""
         result = child.n_prompt - 1
         child.blocks = parent.blocks[: -(-result // self.block_size)]
         child.n_computed = result
@@ -154,7 +147,6 @@ class PagedBlocks:
         return result
 
     def copies(self) -> tuple[Copy, ...]:
-        """See :class:`~shoal.ir.engine.ForkingKVManager`."""
         if not self._copies:
             return ()
         copies = tuple(Copy(source, target, 1) for target, source in self._copies.items())
@@ -163,33 +155,34 @@ class PagedBlocks:
         return copies
 
     def computed(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.KVManager`."""
         full = request.n_computed // self.block_size
         offered = self._offered.get(request.id, 0)
         if full == offered or not self.prefix_reuse:
             return
         digests = self._digests_of(request, full)
-        for index in range(offered, full):
-            digest = digests[index]
+        known, digest_of = self._known, self._digests
+        for digest, block in zip(digests[offered:full], request.blocks[offered:full], strict=True):
             # Another request may have computed the same tokens meanwhile; its block stays.
-            if digest not in self._known:
-                block = request.blocks[index]
-                self._known[digest] = block
-                self._digests[block] = digest
+            if digest not in known:
+                known[digest] = block
+                digest_of[block] = digest
         self._offered[request.id] = full
 
     def free(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.KVManager`."""
         # The end of a prefix is of use to fewer requests than its start: it goes first.
+        holders, digest_of, forgotten = self._holders, self._digests, self._forgotten
         for block in reversed(request.blocks):
-            self._leave(block)
+            if holders[block] == 1 and digest_of[block] is not None and not self._copies:
+                holders[block] = 0
+                forgotten[block] = None
+            else:
+                self._leave(block)
         request.blocks = []
         request.n_computed = 0
         for book in (self._chains, self._offered, self._matched):
             book.pop(request.id, None)
 
     def purge(self, blocks: Sequence[int]) -> list[int]:
-        """See :class:`~shoal.ir.engine.PurgingKVManager`."""
         results = []
         for block in blocks:
             if not 0 <= block < self.num_blocks or self._holders[block]:
@@ -276,7 +269,7 @@ class PagedBlocks:
         self._evictions += 1
         return block
 
-    def _digests_of(self, request: Request, blocks: int) -> list[bytes]:
+    def _digests_of(self, request: Request, blocks: int) -> Sequence[bytes]:
         """See :meth:`~shoal.plan.batching.common.DigestChain.upto`."""
         chain = self._chains.get(request.id)
         if chain is None:

@@ -14,8 +14,6 @@ from collections.abc import Iterable
 
 from shoal.ir import Copy
 
-__all__ = ["FreeRuns", "joined"]
-
 
 def joined(pairs: Iterable[tuple[int, int]]) -> tuple[Copy, ...]:
     """Copies of (source, target) blocks, those that follow each other on both sides in one."""

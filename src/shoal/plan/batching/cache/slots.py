@@ -23,8 +23,6 @@ from shoal.core.parts import part
 from shoal.ir import Copy, InFlight, Request
 from shoal.plan.batching.common import BlockSize
 
-__all__ = ["SlotBlocks", "Slots"]
-
 
 @part
 class Slots:
@@ -66,9 +64,7 @@ class SlotBlocks:
     """The bookkeeping that :class:`Slots` builds; a call costs O(log slots), or O(slots) to move.
 
     Args:
-        num_slots: slots of the cache.
         max_len: tokens of a slot.
-        block_size: tokens of a block.
     """
 
     def __init__(self, num_slots: int, max_len: int, block_size: int) -> None:
@@ -104,7 +100,6 @@ class SlotBlocks:
         """Nothing is shared: nothing to do."""
 
     def free(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.KVManager`."""
         request.n_computed = 0
         if not request.blocks:
             return
@@ -122,7 +117,6 @@ class SlotBlocks:
         return request.blocks[0] * self.block_size // self.max_len
 
     def compact(self) -> tuple[Copy, ...]:
-        """See :class:`~shoal.ir.engine.CompactingKVManager`."""
         active = len(self._held)
         if not self._free or self._free[0] >= active:
             return ()

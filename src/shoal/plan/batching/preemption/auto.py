@@ -19,8 +19,6 @@ from shoal.plan.batching.cache.runs import joined
 from shoal.plan.batching.preemption.recompute import RecomputePreemption
 from shoal.plan.batching.preemption.swap import Asynchronous, SwapPreemption, host_blocks
 
-__all__ = ["AutoPreempt", "AutoPreemption"]
-
 
 @part
 class AutoPreempt:
@@ -102,7 +100,6 @@ class AutoPreemption(SwapPreemption):
 
     Args:
         kv: bookkeeping of the cache.
-        host: books of host memory.
         asynchronous: see :class:`AutoPreempt`.
         keep: copies stay when their request is back.
         park: caches of requests that end go to the host.

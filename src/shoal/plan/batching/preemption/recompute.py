@@ -22,8 +22,6 @@ from shoal.ir import (
 )
 from shoal.ir.serving import Fetched
 
-__all__ = ["Recompute", "RecomputePreemption"]
-
 
 @part
 class Recompute:
@@ -61,43 +59,33 @@ class Recompute:
 
 
 class RecomputePreemption:
-    """The preemption that :class:`Recompute` builds: blocks are freed, and that is all.
-
-    Args:
-        kv: bookkeeping of the cache.
-    """
+    """The preemption that :class:`Recompute` builds: blocks are freed, and that is all."""
 
     def __init__(self, kv: KVManager) -> None:
         self.kv = kv
 
     @property
     def moving(self) -> bool:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         return False
 
     def take(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         self.kv.free(request)
 
     def fetch(self, request: Request, running: int) -> Fetched:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         return "ready"
 
     def wait(self, blocks: Sequence[int]) -> None:
         """See :class:`~shoal.ir.engine.Preemption`."""
 
     def drop(self, request: Request, *, keep: bool) -> None:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         self.kv.free(request)
 
     def kept(self, request: Request) -> int:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         return 0
 
     def launch(
         self, now: float, *, computing: bool, busy: bool
     ) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         return (), ()
 
     def settle(self, done: Iterable[int], now: float) -> None:

@@ -36,8 +36,6 @@ from shoal.plan.batching.cache.runs import joined
 from shoal.plan.batching.common import whole_blocks
 from shoal.plan.batching.preemption.recompute import RecomputePreemption
 
-__all__ = ["Asynchronous", "Swap", "SwapPreemption", "host_blocks"]
-
 # never: nothing is computed while anything moves. auto: a copy comes back beside the
 # computation, unless few requests run and it is there before the next step would be.
 Asynchronous = Literal["auto", "always", "never"]
@@ -123,8 +121,6 @@ class SwapPreemption(RecomputePreemption):
     """The preemption that :class:`Swap` builds.
 
     Args:
-        kv: bookkeeping of the cache.
-        host: books of host memory.
         asynchronous: see :class:`Swap`.
         keep: copies stay when their request is back.
         park: caches of requests that end go to the host.
@@ -159,18 +155,15 @@ class SwapPreemption(RecomputePreemption):
 
     @property
     def moving(self) -> bool:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         return bool(self._under_way)
 
     def take(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         # Of one that is not back yet, the host has everything.
         if self._arriving.pop(request.id, None) is None and request.state == "running":
             self._send(request)
         self.kv.free(request)
 
     def fetch(self, request: Request, running: int) -> Fetched:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         size = self.kv.block_size
         self.host.adopt(request)
         tokens = min(self.host.covered(request), len(request.tokens) - 1)
@@ -194,11 +187,9 @@ class SwapPreemption(RecomputePreemption):
         return "arriving"
 
     def wait(self, blocks: Sequence[int]) -> None:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         self._waits |= self.kv.in_flight.touching(blocks)
 
     def drop(self, request: Request, *, keep: bool) -> None:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         self._arriving.pop(request.id, None)
         if keep and self.park:
             self._send(request)
@@ -208,13 +199,11 @@ class SwapPreemption(RecomputePreemption):
         self.kv.free(request)
 
     def kept(self, request: Request) -> int:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         return self.host.covered(request)
 
     def launch(
         self, now: float, *, computing: bool, busy: bool
     ) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         transfers = tuple(self._planned)
         self._planned.clear()
         for transfer in transfers:
@@ -227,7 +216,6 @@ class SwapPreemption(RecomputePreemption):
         return transfers, tuple(sorted(waits))
 
     def settle(self, done: Iterable[int], now: float) -> None:
-        """See :class:`~shoal.ir.engine.Preemption`."""
         if self._launched is not None:
             self._step_s = now - self._launched
         for transfer in sorted(done):

@@ -16,8 +16,6 @@ from typing import Protocol
 from shoal.core.errors import require
 from shoal.ir import Output, Request, Scheduler, Step, StepResult
 
-__all__ = ["AheadScheduler", "OpenScheduler"]
-
 
 class OpenScheduler(Scheduler, Protocol):
     """A scheduler that shows who runs, as all do whose books are ``Queues``.

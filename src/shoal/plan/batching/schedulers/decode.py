@@ -22,8 +22,6 @@ from shoal.core.parts import part
 from shoal.ir import KVManager, Machine, Output, Request, SchedulerLimits, ServeWork, Step
 from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
 
-__all__ = ["Decode", "DecodeScheduler"]
-
 
 @part
 class Decode:
@@ -55,8 +53,6 @@ class DecodeScheduler(FcfsScheduler):
     """What :class:`Decode` builds; see :class:`~shoal.ir.phases.DecodePhaseScheduler`.
 
     Args:
-        kv: bookkeeping of the cache.
-        limits: what to keep to.
         waiting_share: of the cache, for accepted requests before they run.
         watermark: share of the cache to leave free on acceptance.
     """
@@ -93,7 +89,6 @@ class DecodeScheduler(FcfsScheduler):
             self.coming.append(self.waiting.pop())
 
     def accept(self) -> list[Request]:
-        """See :class:`~shoal.ir.phases.DecodePhaseScheduler`."""
         accepted: list[Request] = []
         if not self.coming:
             return accepted
@@ -116,7 +111,6 @@ class DecodeScheduler(FcfsScheduler):
         return accepted
 
     def arrived(self, request_id: str) -> None:
-        """See :class:`~shoal.ir.phases.DecodePhaseScheduler`."""
         request = self.fetching.pop(request_id, None)
         if request is None:
             return  # aborted while it was on its way
@@ -125,19 +119,17 @@ class DecodeScheduler(FcfsScheduler):
         self.ready[request_id] = request
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         while self.ready and len(self.running) < self.limits.max_running:
             request = self.ready.pop(next(iter(self.ready)))
             self.running[request.id] = request
         step = super().plan(now)
-        if step.preempted and not step.chunks and self.ready:
+        if step.preempted and not step.num_requests and self.ready:
             # All that ran gave way to blocks of those that can run in their place.
             again = self.plan(now)
             return dataclasses.replace(again, preempted=(*step.preempted, *again.preempted))
         return step
 
     def abort(self, request_id: str) -> Output | None:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         request = self.requests.get(request_id)
         if request is not None and request in self.coming:
             self.coming.remove(request)

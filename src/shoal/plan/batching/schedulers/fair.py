@@ -36,8 +36,6 @@ from shoal.ir import (
 )
 from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
 
-__all__ = ["Fair", "FairScheduler", "Policy"]
-
 Policy = Literal["vtc", "markov", "uniform"]
 
 # What a token costs a session: a generated one takes a step, those of a prompt share one.
@@ -82,7 +80,6 @@ class Fair:
     def build(
         self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> FairScheduler:
-        """See :class:`~shoal.ir.engine.SchedulerPart`."""
         return FairScheduler(
             kv,
             limits,
@@ -99,8 +96,6 @@ class FairScheduler(FcfsScheduler):
     """The scheduler that :class:`Fair` builds: ``fcfs`` with its queues in order of priority.
 
     Args:
-        kv: bookkeeping of the cache.
-        limits: what to keep to.
         preemption: what becomes of a cache that is taken away.
         policy: see :class:`Fair`.
         period: steps between two updates; 0 for none.
@@ -132,15 +127,16 @@ class FairScheduler(FcfsScheduler):
         self._favoured: dict[str, bool] = {}
 
     def add(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         super().add(request)
         self._order[request.id] = self._arrived
         self._arrived += 1
         if self.policy == "vtc" and self.period:
             self._lift(request)
 
+    def count_decodes(self) -> None:
+        """Nothing: each token counts for its session."""
+
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         if self.period and self._steps % self.period == 0:
             self._update()
         self.running = dict(sorted(self.running.items(), key=lambda one: self._rank(one[1])))
@@ -148,7 +144,6 @@ class FairScheduler(FcfsScheduler):
         return super().plan(now)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         if step.chunks:
             self._steps += 1
         outputs = super().commit(step, result, now)

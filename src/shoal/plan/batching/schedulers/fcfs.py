@@ -20,7 +20,7 @@ section 4.5 (preemption by recomputation and by swapping).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Annotated, Self
 
@@ -43,8 +43,6 @@ from shoal.ir import (
     StepResult,
 )
 from shoal.plan.batching.common import Queues
-
-__all__ = ["Fcfs", "FcfsScheduler"]
 
 # States in which what a request has computed lies in its blocks.
 _HOLDING = ("running", "computing")
@@ -74,7 +72,6 @@ class Fcfs:
     def build(
         self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> FcfsScheduler:
-        """See :class:`~shoal.ir.engine.SchedulerPart`."""
         return FcfsScheduler(kv, limits, preemption, chunked=self.chunked, watermark=self.watermark)
 
 
@@ -83,8 +80,6 @@ class FcfsScheduler(Queues):
 
     Args:
         kv: bookkeeping of the cache.
-        limits: what to keep to.
-        preemption: what becomes of a cache that is taken away.
         chunked: prompts may be cut.
         watermark: share of the cache to leave free on admission.
     """
@@ -107,6 +102,7 @@ class FcfsScheduler(Queues):
         self._forking = kv if isinstance(kv, ForkingKVManager) else None
         # By id of the request whose prompt they need: those that stand aside.
         self._forks: dict[str, list[Request]] = {}
+        self._counts = False
 
     @property
     def num_waiting(self) -> int:
@@ -114,7 +110,6 @@ class FcfsScheduler(Queues):
         return len(self.waiting) + sum(map(len, self._forks.values()))
 
     def add(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         require(
             self.chunked or len(request.tokens) <= self.limits.max_step_tokens,
             f"request {request.id}: prompt tokens",
@@ -131,7 +126,6 @@ class FcfsScheduler(Queues):
             self._forks.setdefault(parent.id, []).append(request)
 
     def abort(self, request_id: str) -> Output | None:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         request = self.requests.get(request_id)
         aside = self._forks.get(request.fork_of or "", []) if request is not None else []
         if request in aside:
@@ -140,36 +134,53 @@ class FcfsScheduler(Queues):
         return super().abort(request_id)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         outputs = super().commit(step, result, now)
-        for name in [one for one in self._forks if self.requests[one].n_generated]:
-            self._release(name)
+        if self._forks:
+            for name in [one for one in self._forks if self.requests[one].n_generated]:
+                self._release(name)
         return outputs
 
+    def count_decodes(self) -> None:
+        self._counts = True
+
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         preempted = self._displace()
         displaced = len(preempted)
         decodes = self._decodes(preempted)
-        taken = len(decodes)
+        decoding = taken = len(decodes) + len(self.cohort.members)
         if self.drafting is not None:
             taken += sum(one.drafts for one in decodes)
         budget = self.limits.max_step_tokens - taken
         prompts: list[Chunk] = []
         # Where all decode, no request has a prompt to go on with.
-        for request in self.running.values() if len(decodes) < len(self.running) else ():
+        for request in self.running.values() if decoding < len(self.running) else ():
             if budget <= 0:
                 break
             left = len(request.tokens) - request.n_computed
             if left > 1 and request.state == "running":
-                budget -= self._cut(prompts, request, left, budget, empty=not decodes)
+                budget -= self._cut(prompts, request, left, budget, empty=not decoding)
         if len(preempted) == displaced:
-            self._admit(prompts, budget, empty=not decodes)
-        chunks = (*decodes, *prompts)
+            self._admit(prompts, budget, empty=not decoding)
+        return self._step(now, (*decodes, *prompts), preempted, counted=True)
+
+    def _step(
+        self, now: float, chunks: tuple[Chunk, ...], preempted: list[Request], *, counted: bool
+    ) -> Step:
+        """A step of these chunks, and of the decodes that are ``counted``."""
+        decodes = len(self.cohort.members) if counted else 0
         transfers, wait_for = self.preemption.launch(
-            now, computing=bool(chunks), busy=bool(self.requests)
+            now, computing=bool(chunks or decodes), busy=bool(self.requests)
         )
-        return Step(chunks, tuple(preempted), transfers, wait_for, now, self._copies())
+        return Step(
+            chunks,
+            tuple(preempted),
+            transfers,
+            wait_for,
+            now,
+            self._copies(),
+            decodes=decodes,
+            contexts=self.cohort.contexts if decodes else 0,
+        )
 
     def _copies(self) -> tuple[Copy, ...]:
         """Blocks that forks will write to and others hold: to copy before this step."""
@@ -216,32 +227,50 @@ class FcfsScheduler(Queues):
         return []
 
     def _decodes(self, preempted: list[Request]) -> list[Chunk]:
-        """One token of every request that generates, the oldest first."""
-        kv, most = self.kv, self.limits.max_step_tokens
-        size = kv.block_size
+        """One token of every request that generates and is not counted, the oldest first."""
+        cohort, most, size = self.cohort, self.limits.max_step_tokens, self.kv.block_size
+        count = self._counts and len(self.running) <= most
+        if not count:
+            for name in [*cohort.members]:
+                cohort.leave(name)  # not all may be in this step
+        elif full := [*cohort.full]:
+            if len(self.running) - len(cohort.members) + len(full) <= self.kv.num_free:
+                self.preemption.wait(cohort.grow())
+            else:
+                for one in full:
+                    cohort.leave(one.request.id)  # some may have to give way, the youngest first
+        apart: Iterable[Request] = ()
+        if len(cohort.members) < len(self.running):
+            apart = [one for name, one in self.running.items() if name not in cohort.members]
         chunks: list[Chunk] = []
-        for request in list(self.running.values()):
+        for request in apart:
             start = request.n_computed
             if len(request.tokens) != start + 1 or request.state != "running":
                 continue
             if len(chunks) == most:
                 break
-            held = len(request.blocks)
-            if start < held * size:
-                chunks.append(_chunk((request, start, 1, 0)))
+            if start >= len(request.blocks) * size and not self._grow(request, preempted):
                 continue
-            # A request preempted here came later, so it has no chunk in this step yet.
-            while not kv.allocate(request, start + 1):
-                victim = next(reversed(self.running.values()))
-                self.lose(victim)
-                preempted.append(victim)
-                if victim is request:
-                    break
+            # Its first token is an output of its own.
+            if count and request.n_generated and not request.params.stop_ids:
+                cohort.join(request, self.most_cached(request) - start)
             else:
-                if len(request.blocks) > held:
-                    self.preemption.wait(request.blocks[held:])
                 chunks.append(_chunk((request, start, 1, 0)))
         return self._drafts(chunks, most - len(chunks)) if self.drafting is not None else chunks
+
+    def _grow(self, request: Request, preempted: list[Request]) -> bool:
+        """Room for one token more, for which the youngest give way; whether there is."""
+        held = len(request.blocks)
+        # A request preempted here came later, so it has no part in this step yet.
+        while not self.kv.allocate(request, request.n_computed + 1):
+            victim = next(reversed(self.running.values()))
+            self.lose(victim)
+            preempted.append(victim)
+            if victim is request:
+                return False
+        if len(request.blocks) > held:
+            self.preemption.wait(request.blocks[held:])
+        return True
 
     def _cut(
         self, prompts: list[Chunk], request: Request, left: int, budget: int, *, empty: bool

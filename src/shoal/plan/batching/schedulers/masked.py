@@ -25,8 +25,6 @@ from shoal.ir import (
 from shoal.ir.serving import FinishReason
 from shoal.plan.batching.common import Queues
 
-__all__ = ["MaskedScheduler", "block_of", "full_length"]
-
 
 def full_length(request: Request, max_position: int) -> int:
     """Tokens and masks of a request together."""
@@ -47,7 +45,6 @@ class MaskedScheduler(Queues):
     """The scheduler of :class:`~shoal.serve.decode.diffusion.part.Diffusion`.
 
     Args:
-        kv: bookkeeping of the cache.
         limits: what to keep to; steps are never cut, so ``max_step_tokens`` is not one of them.
         block: masks of a block.
         mask_id: the mask token, which no prompt has.
@@ -58,7 +55,6 @@ class MaskedScheduler(Queues):
         self.block, self.mask_id = block, mask_id
 
     def add(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         where = f"request {request.id}"
         require(
             self.mask_id not in request.tokens,
@@ -69,8 +65,9 @@ class MaskedScheduler(Queues):
         )
         plain = SamplingParams(max_tokens=1)
         for name in (
-            "top_k", "top_p", "min_p", "logprobs", "repetition_penalty", "frequency_penalty",
-            "presence_penalty", "logit_bias", "min_tokens", "grammar", "pooling",
+            "top_k", "top_p", "min_p", "logprobs", "prompt_logprobs", "repetition_penalty",
+            "frequency_penalty", "presence_penalty", "logit_bias", "min_tokens", "grammar",
+            "pooling",
         ):  # fmt: skip
             value = getattr(request.params, name)
             require(
@@ -85,7 +82,6 @@ class MaskedScheduler(Queues):
         super().add(request)
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         while self.waiting and len(self.running) < self.limits.max_running:
             request = self.waiting[0]
             if not self.kv.allocate(request, full_length(request, self.limits.max_position)):

@@ -31,8 +31,6 @@ from shoal.ir import (
 )
 from shoal.plan.batching.schedulers.prefill_first import PrefillFirstScheduler
 
-__all__ = ["Prefill", "PrefillScheduler"]
-
 # From so many tokens on, twice as many take nearly twice as long: nothing is won by waiting.
 _LINEAR = 1.8
 
@@ -67,8 +65,6 @@ class PrefillScheduler(PrefillFirstScheduler):
     Several steps may be under way at once, as in a pipeline: a prompt is planned once.
 
     Args:
-        kv: bookkeeping of the cache.
-        limits: what to keep to.
         batch_tokens: most tokens of several prompts in one step.
     """
 
@@ -91,7 +87,6 @@ class PrefillScheduler(PrefillFirstScheduler):
         return request.n_prompt
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         prompts: list[Chunk] = []
         budget = self._batch_tokens
         # A prompt that is longer than a step goes on where it was cut.
@@ -113,7 +108,6 @@ class PrefillScheduler(PrefillFirstScheduler):
         return outputs
 
     def release(self, request_id: str) -> None:
-        """See :class:`~shoal.ir.phases.PrefillPhaseScheduler`."""
         if request_id in self.held:
             self._forget(self.held[request_id], keep=False)
 

@@ -30,8 +30,6 @@ from shoal.ir import (
 )
 from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
 
-__all__ = ["PrefillFirst", "PrefillFirstScheduler"]
-
 
 @part
 class PrefillFirst:
@@ -55,7 +53,6 @@ class PrefillFirst:
     def build(
         self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> PrefillFirstScheduler:
-        """See :class:`~shoal.ir.engine.SchedulerPart`."""
         return PrefillFirstScheduler(
             kv, limits, preemption, batch_tokens=self.batch_tokens, watermark=self.watermark
         )
@@ -65,8 +62,6 @@ class PrefillFirstScheduler(FcfsScheduler):
     """The scheduler that :class:`PrefillFirst` builds.
 
     Args:
-        kv: bookkeeping of the cache.
-        limits: what to keep to.
         preemption: what becomes of a cache that is taken away.
         batch_tokens: most tokens of several prompts in one step.
         watermark: share of the cache to leave free on admission.
@@ -86,7 +81,6 @@ class PrefillFirstScheduler(FcfsScheduler):
         self._batch_tokens = most if batch_tokens is None else min(batch_tokens, most)
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         prompts: list[Chunk] = []
         budget = self._batch_tokens
         # A prompt that is longer than a step goes on where it was cut.
@@ -97,10 +91,7 @@ class PrefillFirstScheduler(FcfsScheduler):
         self._admit(prompts, budget, empty=True)
         preempted: list[Request] = []
         chunks = prompts or self._decodes(preempted)
-        transfers, wait_for = self.preemption.launch(
-            now, computing=bool(chunks), busy=bool(self.requests)
-        )
-        return Step(tuple(chunks), tuple(preempted), transfers, wait_for, now, self._copies())
+        return self._step(now, tuple(chunks), preempted, counted=not prompts)
 
     def _cut(
         self, prompts: list[Chunk], request: Request, left: int, budget: int, *, empty: bool

@@ -16,8 +16,6 @@ from shoal.core.parts import part
 from shoal.ir import Chunk, KVManager, Preemption, SchedulerLimits, Step
 from shoal.plan.batching.common import Queues
 
-__all__ = ["Static", "StaticScheduler"]
-
 
 @part
 class Static:
@@ -40,7 +38,6 @@ class StaticScheduler(Queues):
     """The scheduler that :class:`Static` builds."""
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         if not self.running:
             self.admit_whole()
         budget = self.limits.max_step_tokens

@@ -21,8 +21,6 @@ from shoal.core.parts import part
 from shoal.ir import Chunk, CompactingKVManager, KVManager, Preemption, SchedulerLimits, Step
 from shoal.plan.batching.common import Queues
 
-__all__ = ["FusedScheduler", "TemporalFusion"]
-
 
 @part
 class TemporalFusion:
@@ -55,8 +53,6 @@ class FusedScheduler(Queues):
     """The scheduler that :class:`TemporalFusion` builds.
 
     Args:
-        kv: bookkeeping of the cache.
-        limits: what to keep to.
         lane_tokens: most tokens of prompts beside a generation step.
     """
 
@@ -65,7 +61,6 @@ class FusedScheduler(Queues):
         self.lane_tokens = lane_tokens
 
     def plan(self, now: float) -> Step:
-        """See :class:`~shoal.ir.engine.Scheduler`."""
         # Newcomers take the lowest holes, which no other has to be moved into then.
         self.admit_whole()
         moves = self.kv.compact() if isinstance(self.kv, CompactingKVManager) else ()

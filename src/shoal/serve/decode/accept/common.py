@@ -10,8 +10,6 @@ from shoal.ir import Request
 from shoal.serve.decode.protocols import Path, TokenTree
 from shoal.serve.engine.sampler import pick_tokens
 
-__all__ = ["descend", "greedy_paths", "rows_of"]
-
 
 def rows_of(trees: Sequence[TokenTree]) -> list[slice]:
     """Where the rows of each tree lie, one tree after the other."""

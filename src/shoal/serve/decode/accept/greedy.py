@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal.core.errors import require
+from shoal.core.errors import ServeError, require
 from shoal.core.parts import part
 from shoal.ir import SamplingParams
 from shoal.serve.decode.accept.sample_match import SampleMatch
-
-__all__ = ["GreedyAcceptance"]
 
 
 @part
@@ -22,9 +20,6 @@ class GreedyAcceptance(SampleMatch):
     lossless: ClassVar[bool] = True
 
     def check(self, params: SamplingParams) -> None:
-        """See :class:`~shoal.serve.decode.protocols.Acceptance`."""
-        from shoal.core.errors import ServeError
-
         require(
             params.temperature == 0,
             "temperature",

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
+from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams
+from shoal.serve.decode.protocols import Path, TokenTree
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
-
-    from shoal.serve.decode.protocols import Path, TokenTree
-
-__all__ = ["Rejection"]
 
 
 @part
@@ -42,10 +40,8 @@ class Rejection:
     def walk(
         self, trees: Sequence[TokenTree], requests: Sequence[Request], logits_NV: Tensor
     ) -> list[Path]:
-        """See :class:`~shoal.serve.decode.protocols.Acceptance`."""
         import numpy as np
 
-        from shoal.core.random import generator
         from shoal.serve.decode.accept.common import greedy_paths, rows_of
         from shoal.serve.engine.sampler import probabilities
 
@@ -74,8 +70,6 @@ class Rejection:
 
 def _walk(tree: TokenTree, p_NV: np.ndarray, source: np.random.Generator) -> Path:
     """From the root on while a child holds."""
-    from shoal.serve.decode.protocols import Path
-
     row, rows, tokens = 0, [], []
     while True:
         p_V = p_NV[row]

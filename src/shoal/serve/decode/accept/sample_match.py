@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from shoal.serve.decode.protocols import Path, TokenTree
 
-__all__ = ["SampleMatch"]
-
 
 @part
 class SampleMatch:
@@ -34,7 +32,6 @@ class SampleMatch:
     def walk(
         self, trees: Sequence[TokenTree], requests: Sequence[Request], logits_NV: Tensor
     ) -> list[Path]:
-        """See :class:`~shoal.serve.decode.protocols.Acceptance`."""
         from shoal.serve.decode.accept.common import descend, rows_of
         from shoal.serve.engine.sampler import pick_tokens
 

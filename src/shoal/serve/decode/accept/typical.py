@@ -9,13 +9,10 @@ from annotated_types import Gt, Le
 
 from shoal.core.parts import part
 from shoal.ir import Request, SamplingParams
+from shoal.serve.decode.protocols import Path, TokenTree
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from shoal.serve.decode.protocols import Path, TokenTree
-
-__all__ = ["Typical"]
 
 
 @part
@@ -46,7 +43,6 @@ class Typical:
     def walk(
         self, trees: Sequence[TokenTree], requests: Sequence[Request], logits_NV: Tensor
     ) -> list[Path]:
-        """See :class:`~shoal.serve.decode.protocols.Acceptance`."""
         from shoal.serve.decode.accept.common import greedy_paths, rows_of
 
         paths = greedy_paths(trees, requests, logits_NV)
@@ -58,8 +54,6 @@ class Typical:
         return [path for path in paths if path is not None]
 
     def _longest(self, tree: TokenTree, log_NV: Tensor) -> Path:
-        from shoal.serve.decode.protocols import Path
-
         p_NV = log_NV.exp()
         entropy_N = -(p_NV * log_NV.clamp(min=-1e9)).sum(-1)
         bar = ((-entropy_N).exp() * self.delta).clamp(max=self.epsilon).log().tolist()

@@ -23,7 +23,7 @@ UNMASKS = PartTable(
         "credit": f"{_HERE}.unmask.credit:Credit",
     },
     about=(
-        "Which guesses of a masked-diffusion model are kept in an iteration. Chosen by "
+        "Which tokens of a masked-diffusion model are unmasked in an iteration. Chosen by "
         "`decode.unmask` of a serving job with `decode` diffusion."
     ),
     protocol="shoal.serve.decode.diffusion.protocols:Unmask",
@@ -38,7 +38,7 @@ REFRESHES = PartTable(
         "vicinity": f"{_HERE}.refresh.vicinity:VicinityRefresh",
     },
     about=(
-        "What an iteration of diffusion computes again, and what it reads from the cache. "
+        "What an iteration of diffusion recomputes, and what it reads from the cache. "
         "Chosen by `decode.refresh` of a serving job with `decode` diffusion."
     ),
     protocol="shoal.serve.decode.diffusion.protocols:Refresh",
@@ -51,7 +51,7 @@ ITERATIONS = PartTable(
         "smooth": f"{_HERE}.iteration.smooth:Smooth",
     },
     about=(
-        "What a masked-diffusion model sees where a mask stands. Chosen by `decode.iteration` "
+        "The input of a masked-diffusion model at masked positions. Chosen by `decode.iteration` "
         "of a serving job with `decode` diffusion."
     ),
     protocol="shoal.serve.decode.diffusion.protocols:Iteration",

@@ -12,15 +12,9 @@ from shoal.serve.decode.diffusion.runner import DiffusionRunner
 from shoal.serve.engine.build import cache_of, concrete
 from shoal.serve.engine.loop import Engine
 
-__all__ = ["diffusion_engine"]
-
 
 def diffusion_engine(job: ServeJob, model: Transformer) -> tuple[Engine, PagedCache]:
     """An engine for a model that is loaded, and its cache.
-
-    Args:
-        job: with ``decode`` diffusion.
-        model: of masked diffusion, with its weights.
 
     Raises:
         ShoalError: a part or a limit of the job cannot be, or the model is of another kind.

@@ -14,8 +14,6 @@ from shoal.core.traits import traits
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
 
-__all__ = ["Diffusion"]
-
 
 @part
 class Diffusion:
@@ -50,7 +48,6 @@ class Diffusion:
             table(kind).build(getattr(self, kind), where=f"decode.diffusion.{kind}")
 
     def factory(self) -> str | None:
-        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
         return None
 
     def passes(self, size: int) -> int:
@@ -61,7 +58,6 @@ class Diffusion:
         return math.ceil(size / self.expected)
 
     def check(self, config: ModelConfig) -> None:
-        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
         require(
             not config.causal,
             "decode",

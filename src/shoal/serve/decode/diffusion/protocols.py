@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Iteration", "Refresh", "Unmask", "UnmaskState", "Window"]
-
 Window = tuple[int, int]
 """First place of a request that is computed, and the one behind the last."""
 
@@ -55,7 +53,6 @@ class Unmask(Protocol):
             masked_BW: bool, the places that are still masks.
             state: of this iteration.
         """
-        ...
 
 
 class Refresh(Protocol):
@@ -72,7 +69,6 @@ class Refresh(Protocol):
             length: tokens and masks of the request.
             step: iterations of this block before.
         """
-        ...
 
 
 class Iteration(Protocol):
@@ -92,8 +88,6 @@ class Iteration(Protocol):
             embedding_VD: of all tokens.
             step_B: iterations of each block before; where it is 0 there are no scores yet.
         """
-        ...
 
     def bar(self, threshold: float, step_B: Tensor) -> Tensor:
         """The threshold that holds in this iteration [B]."""
-        ...

@@ -31,8 +31,6 @@ from shoal.serve.engine.failure import errors_of_step
 from shoal.serve.engine.hooks import EngineHook
 from shoal.serve.engine.token_choice import NOT_FINITE
 
-__all__ = ["DiffusionRunner"]
-
 
 @dataclass
 class _Work:
@@ -88,7 +86,6 @@ class DiffusionRunner(EngineHook):
         unmask: which guesses are kept.
         refresh: what is computed again.
         iteration: what is seen at a mask.
-        block: places of a block.
         longest: most tokens and masks of a request.
         rows: most requests of a step.
         unroll: iterations of a step.

@@ -16,8 +16,6 @@ from shoal.model.attention import attend
 from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.diffusion.protocols import Window
 
-__all__ = ["WindowRow", "Windows"]
-
 
 class WindowRow(NamedTuple):
     """A request in a step.

@@ -28,8 +28,6 @@ from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.dovetail.net import NetInput, NetOutput, NetState
 from shoal.serve.decode.heads.fast import ready_linear
 
-__all__ = ["FastFusion", "PagedFusion", "RequestBlocks", "fits"]
-
 # The layers need no embedding, and a model has one.
 _NO_TOKENS = 64
 
@@ -115,8 +113,6 @@ class PagedFusion:
     """Passes of a ready net over its paged cache.
 
     Args:
-        net: ready.
-        cache: its own.
         attention: kernel of ``paged_attention`` that reads trees; pages are copied without one.
         prompts: the same for prompts.
         count: K.
@@ -137,15 +133,12 @@ class PagedFusion:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
         return self.net.nbytes + self.cache.nbytes
 
     def hold(self) -> RequestBlocks:
-        """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
         return RequestBlocks()
 
     def reserve(self, held: NetState, places: int) -> bool:
-        """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
         assert isinstance(held, RequestBlocks)
         missing = -(-places // self.cache.block_size) - len(held.blocks)
         if missing > len(self._free):
@@ -157,13 +150,11 @@ class PagedFusion:
         return True
 
     def free(self, held: NetState) -> None:
-        """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
         assert isinstance(held, RequestBlocks)
         self._free += held.blocks
         held.blocks = []
 
     def read(self, held: NetState, rows: NetInput) -> NetOutput:
-        """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
         assert isinstance(held, RequestBlocks)
         start, count, size = held.length, len(rows.tokens), self.cache.block_size
         at = np.arange(start, start + count)

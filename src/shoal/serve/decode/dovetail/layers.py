@@ -29,8 +29,6 @@ from shoal.serve.decode.captured import CapturedRows, Recording, TreeRows
 from shoal.serve.decode.dovetail.steps import CacheCopy, CopyMode, RequestBatch, packed
 from shoal.serve.decode.dovetail.wire import HEAD_BYTES, MessageHeader, MessageKind, layers_bytes
 
-__all__ = ["FirstLayers", "LaterCache", "LaterLayers", "LaterRows", "LayerProvider"]
-
 
 class LayerProvider(Protocol):
     """Computes the first layers: a :class:`~shoal.serve.decode.dovetail.part.DovetailDrafter`."""
@@ -48,7 +46,6 @@ class LayerProvider(Protocol):
         Raises:
             ServeError: the other process is gone.
         """
-        ...
 
     def states(self, rows: int) -> bytes:
         """The states of so many rows, which were asked for.
@@ -56,16 +53,10 @@ class LayerProvider(Protocol):
         Raises:
             ServeError: the other process is gone.
         """
-        ...
 
 
 class FirstLayers:
-    """The first layers, elsewhere.
-
-    Args:
-        peer: computes them.
-        count: layers.
-    """
+    """The first layers, elsewhere."""
 
     def __init__(self, peer: LayerProvider, count: int) -> None:
         self.count, self._peer, self._numbers = count, peer, 0
@@ -124,8 +115,6 @@ class LaterCache(PagedCache):
     Args:
         first: the layers elsewhere.
         config: the whole model.
-        num_blocks: blocks, here and there.
-        block_size: tokens of one block.
         options: of :class:`~shoal.serve.cache.paged.PagedCache`.
     """
 
@@ -145,24 +134,20 @@ class LaterCache(PagedCache):
         self._number = first.room(self, num_blocks, block_size)
 
     def sized(self, num_blocks: int) -> LaterCache:
-        """See :class:`~shoal.serve.cache.paged.PagedCache`."""
         return LaterCache(
             self._first, self.config, num_blocks, self.block_size,
             dtype=self.dtype, device=self.device, form=self.form,
         )  # fmt: skip
 
     def gather(self, layer: int, blocks_BW: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~shoal.serve.cache.paged.PagedCache`."""
         return super().gather(layer - self._first.count, blocks_BW)
 
     def keep(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See :class:`~shoal.serve.cache.paged.PagedCache`; done there before the next step."""
         super().keep(sources, targets)
         if sources:
             self._moved.append(CacheCopy(CopyMode.KEEP, [*sources, *targets]))
 
     def move(self, copies: Iterable[Copy]) -> None:
-        """See :class:`~shoal.serve.cache.paged.PagedCache`; done there before the next step."""
         copies = tuple(copies)
         super().move(copies)
         self._moved += (
@@ -229,7 +214,6 @@ class LaterRows(CapturedRows):
     """Recorded steps of the layers that are here; what they read comes from elsewhere."""
 
     def write(self, recording: Recording, several: Iterable[TreeRows]) -> None:
-        """See :class:`~shoal.serve.decode.captured.Recordings`."""
         several = tuple(several)
         super().write(recording, several)
         recording.several = several

@@ -19,8 +19,6 @@ from torch import Tensor
 from shoal.model.attention import KVCache
 from shoal.model.drafters.fusion import FusionDrafter
 
-__all__ = ["FusionNet", "NetInput", "NetOutput", "NetState", "PlainFusion"]
-
 
 class NetState(Protocol):
     """What a net keeps of one request."""
@@ -75,30 +73,24 @@ class FusionNet(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of weights and copies, and of a cache that requests share."""
-        ...
 
     def hold(self) -> NetState:
         """What is kept of a new request: nothing yet."""
-        ...
 
     def reserve(self, held: NetState, places: int) -> bool:
         """Room for so many places of a request; False where others have all there is."""
-        ...
 
     def free(self, held: NetState) -> None:
         """A request's room is no longer needed."""
-        ...
 
     def read(self, held: NetState, rows: NetInput) -> NetOutput:
         """A pass over more rows of a request, which is longer by them then."""
-        ...
 
 
 class PlainFusion:
     """The net as it was trained, over a cache of each request.
 
     Args:
-        net: of features.
         embed_VD: the target's.
         head_VD: the target's output matrix.
         count: K.
@@ -114,12 +106,10 @@ class PlainFusion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the net and of both copies."""
         parts = {id(one): one for one in (*self._net.parameters(), self._embed, self._head)}
         return sum(one.numel() * one.element_size() for one in parts.values())
 
     def hold(self) -> KVCache:
-        """See :class:`FusionNet`."""
         like = self._embed
         return KVCache(self._net.config, 1, self._room, dtype=like.dtype, device=like.device)
 
@@ -131,7 +121,6 @@ class PlainFusion:
         """Its memory goes with it."""
 
     def read(self, held: NetState, rows: NetInput) -> NetOutput:
-        """See :class:`FusionNet`."""
         assert isinstance(held, KVCache)
         count, start, mask = len(rows.tokens), held.length, None
         x, _ = self._net.mixed(rows.features[None], self._embed[list(rows.tokens)][None])

@@ -11,29 +11,46 @@ Source: Zhang et al., Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
 import statistics
+import subprocess
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
-from shoal.core.config import Kind as PartKind
+from shoal.core import children
+from shoal.core.config import Kind
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import Choice, part
-from shoal.ir import MAX_NODES, DrafterCalibration, Expectation, Machine, ServeJob, ServeWork
+from shoal.ir import MAX_NODES, DrafterCalibration, Expectation, ServeJob
+from shoal.memory.tiers.mover import EmulatedLink
+from shoal.plan.trees.auto import AutoTree
+from shoal.serve.decode.dovetail.wire import (
+    HEAD_BYTES,
+    SPIN_S,
+    Channel,
+    MessageHeader,
+    MessageKind,
+    draft_bytes,
+    verdict_bytes,
+)
 from shoal.serve.decode.draft.part import check_tree
+from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree, branches
+from shoal.serve.decode.trained import TrainedSpeculator
+from shoal.serve.engine.frames import PRIVATE
+from shoal.serve.ranks.spinning import spin_briefly
 
 if TYPE_CHECKING:
     from shoal.ir import Request
     from shoal.model.transformer import Transformer
     from shoal.serve.cache.paged import PagedCache
     from shoal.serve.decode.dovetail.layers import LaterCache, LaterLayers
-    from shoal.serve.decode.dovetail.wire import MessageHeader
-    from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree
-
-__all__ = ["DovetailDrafter", "DovetailSpeculative"]
 
 # How long a drafter may take to say that it is ready.
 _START_S = 60.0
@@ -44,7 +61,7 @@ _EXIT_S = 1.5
 
 
 @part
-class DovetailSpeculative:
+class DovetailSpeculative(TrainedSpeculator):
     """A feature drafter (``job: drafter`` with ``drafter: dovetail``) in a process of its own.
 
     Args:
@@ -78,7 +95,8 @@ class DovetailSpeculative:
     link_s: Annotated[float, Ge(0)] = 0.0
     link_bytes_per_s: Annotated[float, Ge(0)] = 0.0
     weights: str = "plain"
-    accept: Annotated[Choice, PartKind("accept")] = Choice(name="sample_match")
+    accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
+    kind: ClassVar[str] = "dovetail"
 
     def __post_init__(self) -> None:
         where = "speculative.dovetail"
@@ -96,22 +114,8 @@ class DovetailSpeculative:
             expected="above 0 with link_s",
         )
 
-    @classmethod
-    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
-        """Of every drafter of this kind that there is."""
-        from shoal.serve.decode.trained import of_kind
-
-        for directory in of_kind("dovetail", work):
-            yield cls(path=directory)
-
     def expects(self) -> Expectation:
-        """See :class:`~shoal.serve.decode.protocols.Speculator`."""
-        from pathlib import Path
-
-        from shoal.plan.trees.auto import AutoTree
-        from shoal.serve.decode.trained import config_of
-
-        config = config_of("dovetail", Path(self.path))
+        config = self.config()
         rows = tuple(row[: self.breadth] for row in config.calibration[: self.depth])
         tokens = AutoTree(nodes=self.nodes).build(DrafterCalibration(rows)).expected()
         weights = sum(file.stat().st_size for file in Path(self.path).glob("*.safetensors"))
@@ -127,12 +131,9 @@ class DovetailSpeculative:
                 ``weights`` here.
             ServeError: its process cannot be started.
         """
-        from pathlib import Path
-
         from shoal.serve.decode.dovetail.small_device import placed
-        from shoal.serve.decode.trained import stored
 
-        config, state = stored("dovetail", Path(self.path), job)
+        config, state = self.stored(job)
         room = placed(self, job, model, int(config.options.get("layers", 1)), state)
         target, dtype = model.config, model.weight.dtype
         fields = {
@@ -189,17 +190,6 @@ class DovetailDrafter:
     needs: ClassVar[Needs] = "all"
 
     def __init__(self, settings: dict[str, Any], nodes: int, nbytes: int) -> None:
-        import json
-        import socket
-        import subprocess
-        import weakref
-
-        from shoal.core import children
-        from shoal.memory.tiers.mover import EmulatedLink
-        from shoal.serve.decode.dovetail.wire import HEAD_BYTES, SPIN_S, Channel, MessageKind
-        from shoal.serve.engine.frames import PRIVATE
-        from shoal.serve.ranks.spinning import spin_briefly
-
         self._nodes, self._bytes = nodes, nbytes
         self.target_layers = settings["target_layers"]
         self.hidden, self.itemsize = settings["hidden"], settings["itemsize"]
@@ -238,8 +228,6 @@ class DovetailDrafter:
         Raises:
             ServeError: it has died; names its exit code.
         """
-        import subprocess
-
         try:
             yield
         except (OSError, EOFError) as cause:
@@ -253,12 +241,10 @@ class DovetailDrafter:
             ) from None
 
     def tell(self, head: MessageHeader, body: bytes = b"") -> None:
-        """Send a message; see :class:`~shoal.serve.decode.dovetail.layers.LayerProvider`."""
         with self._alive():
             self.channel.send(head, body)
 
     def left(self, model: Transformer, cache: PagedCache) -> tuple[LaterLayers, LaterCache]:
-        """See :class:`~shoal.serve.decode.protocols.HostingDrafter`."""
         from shoal.serve.decode.dovetail.layers import FirstLayers, LaterCache, LaterLayers
 
         later = LaterCache(
@@ -268,9 +254,6 @@ class DovetailDrafter:
         return LaterLayers(model, self.target_layers), later
 
     def states(self, rows: int) -> bytes:
-        """What comes out of the first layers; see :meth:`tell`."""
-        from shoal.serve.decode.dovetail.wire import MessageKind
-
         with self._alive():
             head = self.channel.head()
             if head.kind != MessageKind.STATES or head.a != rows:
@@ -297,8 +280,6 @@ class DovetailDrafter:
         return known
 
     def _forget(self, known: _Known) -> None:
-        from shoal.serve.decode.dovetail.wire import HEAD_BYTES, MessageHeader, MessageKind
-
         self.tell(MessageHeader(MessageKind.DROP, known.number))
         self.expected_bytes += HEAD_BYTES
 
@@ -306,8 +287,6 @@ class DovetailDrafter:
         """Send the drafter what is certain, with its features."""
         import numpy as np
         import torch
-
-        from shoal.serve.decode.dovetail.wire import MessageHeader, MessageKind, verdict_bytes
 
         for one in seen:
             known = self._of(one.request)
@@ -325,9 +304,6 @@ class DovetailDrafter:
             self.expected_bytes += verdict_bytes(len(tokens), self.hidden, self.itemsize)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
-        from shoal.serve.decode.dovetail.wire import MessageHeader, MessageKind, draft_bytes
-
         requests = []
         for guess in guesses:
             known, place = self._of(guess.request), len(guess.request.tokens)
@@ -346,9 +322,6 @@ class DovetailDrafter:
 
     def _draft(self, request: Request) -> TokenTree | None:
         import numpy as np
-
-        from shoal.serve.decode.dovetail.wire import MessageKind
-        from shoal.serve.decode.protocols import TokenTree, branches
 
         with self._alive():
             head = self.channel.head()
@@ -381,14 +354,11 @@ class DovetailDrafter:
         return self.channel.sent + self.channel.received
 
     def memory_bytes(self) -> int:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         return self._bytes
 
 
 def _close(end: Any, process: Any) -> None:
     """Hang up; the drafter leaves by itself, or is ended."""
-    import subprocess
-
     end.close()
     try:
         process.wait(timeout=_EXIT_S)

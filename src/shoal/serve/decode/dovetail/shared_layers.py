@@ -25,8 +25,6 @@ from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import Recordings, TreeRows
 from shoal.serve.decode.dovetail.steps import CopyMode, RequestBatch
 
-__all__ = ["SharedLayers", "layer_numbers"]
-
 # The layers need no embedding of their own, and a model has one.
 _NO_TOKENS = 64
 
@@ -47,12 +45,7 @@ class _Room(NamedTuple):
 
 
 class _Layers:
-    """Layers as a recording asks for them: their output is what comes of it.
-
-    Args:
-        model: of these layers.
-        embed_VD: of the whole model.
-    """
+    """Layers as a recording asks for them: their output is what comes of it."""
 
     def __init__(self, model: Transformer, embed_VD: Tensor) -> None:
         self.model, self.weight, self.through = model, embed_VD, model.through
@@ -73,7 +66,6 @@ class SharedLayers:
         parameters: of the whole model; only these layers are read.
         count: layers.
         embed_VD: the target's.
-        job: of the target.
         ready: they are computed by the kernels of inference, as the target is.
 
     Raises:

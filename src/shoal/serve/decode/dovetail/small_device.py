@@ -27,8 +27,6 @@ from shoal.serve.decode.dovetail.taped import kept_places
 if TYPE_CHECKING:
     from shoal.serve.decode.dovetail.part import DovetailSpeculative
 
-__all__ = ["SmallDeviceContents", "placed"]
-
 _WHERE = "speculative.dovetail"
 
 
@@ -36,7 +34,6 @@ class SmallDeviceContents(NamedTuple):
     """What lies on the small device.
 
     Args:
-        nbytes: of all of it.
         fast: the drafter is computed by the kernels of inference.
         target_layers: of the target.
     """
@@ -54,13 +51,6 @@ def placed(
     state: Mapping[str, Tensor],
 ) -> SmallDeviceContents:
     """What the options of a part come to for a target.
-
-    Args:
-        part: the options.
-        job: of the target, as it will be.
-        model: the target.
-        layers: of the drafter.
-        state: its weights.
 
     Raises:
         ConfigError: that does not fit in ``memory_cap``, or cannot be here.

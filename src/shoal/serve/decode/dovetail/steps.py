@@ -17,8 +17,6 @@ import numpy as np
 
 from shoal.serve.cache.attention import RequestContext
 
-__all__ = ["CacheCopy", "CopyMode", "RequestBatch", "packed", "unpacked"]
-
 _WORD = np.dtype(np.uint32)
 _BITS = np.dtype(np.int64)
 

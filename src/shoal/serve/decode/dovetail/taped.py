@@ -23,8 +23,6 @@ from shoal.serve.decode.captured import Recording, Recordings, TreeRows
 from shoal.serve.decode.dovetail.fast import FastFusion, PagedFusion, RequestBlocks
 from shoal.serve.decode.dovetail.net import NetInput, NetOutput, NetState
 
-__all__ = ["TapedFusion", "fast_net", "kept_places"]
-
 _BLOCK = 16
 
 
@@ -41,8 +39,6 @@ class TapedFusion(PagedFusion):
     """Passes that are played from the third of as many rows on; see :class:`PagedFusion`.
 
     Args:
-        net: ready.
-        cache: its own.
         attention: kernel of ``paged_attention`` that reads trees.
         prompts: the same for prompts.
         count: K.
@@ -69,7 +65,6 @@ class TapedFusion(PagedFusion):
         self.refused: dict[int, str] = {}
 
     def read(self, held: NetState, rows: NetInput) -> NetOutput:
-        """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
         assert isinstance(held, RequestBlocks)
         count = len(rows.tokens)
         if count >= MAX_NODES or count in self.refused:

@@ -22,8 +22,6 @@ from shoal.serve.decode.dovetail.net import FusionNet, NetInput, NetOutput, NetS
 from shoal.serve.decode.draft.growing import GrowingTree
 from shoal.serve.decode.protocols import TokenTree
 
-__all__ = ["FeatureTrees"]
-
 # Most rows of a pass over what came.
 _PIECE = 512
 
@@ -70,7 +68,6 @@ class FeatureTrees:
     """Grows trees by a net that makes the target's next feature of its last ones.
 
     Args:
-        net: of features.
         depth: tokens looked ahead.
         breadth: nodes that each level goes on from.
         limit: most tokens of a request.

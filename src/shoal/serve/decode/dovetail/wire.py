@@ -18,17 +18,6 @@ from typing import NamedTuple
 
 from shoal.memory.tiers.mover import EmulatedLink
 
-__all__ = [
-    "HEAD_BYTES",
-    "SPIN_S",
-    "Channel",
-    "MessageHeader",
-    "MessageKind",
-    "draft_bytes",
-    "layers_bytes",
-    "verdict_bytes",
-]
-
 _HEAD = struct.Struct("<5I")
 HEAD_BYTES = _HEAD.size
 _MOST_BODY = 1 << 30
@@ -111,7 +100,6 @@ class Channel:
     """One end of the way between both processes.
 
     Args:
-        end: connected.
         link: what is sent is held up as this link would; not at all without.
         spin_s: s for which a message is waited for without sleeping; see :data:`SPIN_S`.
 

@@ -34,8 +34,6 @@ from shoal.serve.decode.dovetail.taped import fast_net
 from shoal.serve.decode.dovetail.trees import FeatureTrees
 from shoal.serve.decode.dovetail.wire import SPIN_S, Channel, MessageHeader, MessageKind
 
-__all__ = ["RequestForecast", "load_trees", "main"]
-
 
 def load_trees(settings: dict[str, Any]) -> tuple[FeatureTrees, SharedLayers | None]:
     """The net of a drafter's directory with the embedding and head of its target's, and its layers.

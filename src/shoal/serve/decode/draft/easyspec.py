@@ -10,6 +10,9 @@ Utilization, 2025.
 
 from __future__ import annotations
 
+import statistics
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge
@@ -18,15 +21,13 @@ from shoal.core.config import Kind
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice, part
 from shoal.core.traits import traits
-from shoal.ir import Expectation, ServeJob
+from shoal.ir import MAX_NODES, Expectation, ServeJob
+from shoal.plan.trees.fuzzy import Groups, even_groups, search, spans
 from shoal.serve.decode.draft.part import DraftModelDrafter, check_tree, expectation
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
-    from shoal.plan.trees.fuzzy import Groups
     from shoal.serve.decode.draft.net import DraftNet
-
-__all__ = ["EasySpec"]
 
 # Text, in tokens, on which a group search asks how often a guess is right, and passes it times.
 _TEXT, _PASSES = 48, 15
@@ -87,7 +88,6 @@ class EasySpec:
             )
 
     def expects(self) -> Expectation:
-        """See :class:`~shoal.serve.decode.protocols.Speculator`."""
         return expectation(
             self.path, self.depth, self.breadth, self.nodes or self.breadth * self.depth
         )
@@ -100,10 +100,7 @@ class EasySpec:
                 layers cannot read stale input.
             ConfigError: groups that it does not have.
         """
-        from pathlib import Path
-
         from shoal.model import huggingface
-        from shoal.plan.trees.fuzzy import search
         from shoal.serve.decode.draft.files import load_draft
 
         if self.realise == "ranks":
@@ -124,8 +121,6 @@ class EasySpec:
         return self._drafter(net, quick, limit)
 
     def _groups(self, layers: int) -> Groups:
-        from shoal.plan.trees.fuzzy import even_groups, spans
-
         where = "speculative.easyspec.group"
         assert self.group != "auto"
         if isinstance(self.group, int):
@@ -147,8 +142,6 @@ class EasySpec:
 
     def _by_ranks(self, job: ServeJob, model: Transformer) -> DraftModelDrafter:
         """With the other ranks in processes of their own."""
-        from pathlib import Path
-
         from shoal.serve.decode.draft.files import check_draft, limit_of
         from shoal.serve.decode.draft.ranked import part_of, ranked
         from shoal.serve.decode.draft.ranked_worker import DraftRanks, RankedNet
@@ -191,7 +184,6 @@ class EasySpec:
 
     def _quick(self, net: DraftNet, raw: Transformer, groups: Groups, limit: int) -> DraftNet:
         """Passes of the draft by groups, on the cache of the exact one."""
-        from shoal.ir import MAX_NODES
         from shoal.model.transformer import Transformer
         from shoal.serve.decode.draft.fuzzy import FuzzyModel, FuzzyRecordings
         from shoal.serve.decode.draft.net import DraftNet
@@ -219,9 +211,6 @@ def _text(model: Transformer, limit: int) -> list[int]:
 
 def _token_s(quick: DraftNet, text: list[int], depth: int) -> float:
     """Seconds of drafting for each token that is accepted, estimated from a short text."""
-    import statistics
-    import time
-
     import numpy as np
     import torch
 

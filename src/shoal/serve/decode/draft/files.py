@@ -18,8 +18,6 @@ from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import Recordings
 from shoal.serve.decode.draft.net import DraftModelNet, DraftNet
 
-__all__ = ["cache_of", "check_draft", "draft_net", "limit_of", "load_draft", "recordings"]
-
 _BLOCK = 16
 
 

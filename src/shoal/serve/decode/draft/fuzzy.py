@@ -30,8 +30,6 @@ from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import Recording, Recordings, TreeRows
 from shoal.serve.decode.draft.stacked import StackedLayers
 
-__all__ = ["FuzzyModel", "FuzzyRecordings"]
-
 
 @runtime_checkable
 class GroupMixer(Protocol):
@@ -39,19 +37,15 @@ class GroupMixer(Protocol):
 
     def positions(self, layers: int) -> Tensor:
         """Places of all rows, each as often as there are layers [N * n]."""
-        ...
 
     def group(self, first: int, layers: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What N * n queries see, row by row and layer by layer [N * n, H, d]."""
-        ...
 
 
 class FuzzyModel:
     """A draft by groups; a :class:`~shoal.serve.decode.draft.net.DraftModelNet`.
 
     Args:
-        draft: ready to serve.
-        groups: of its layers.
         stacked: for ``realise: fused``; layer by layer without.
         full: feed-forward layers of a group read one stream, as their attention does.
 
@@ -81,33 +75,27 @@ class FuzzyModel:
 
     @property
     def config(self) -> ModelConfig:
-        """Of the draft."""
         return self.draft.config
 
     @property
     def weight(self) -> Tensor:
-        """See :class:`~shoal.serve.decode.captured.Recordable`."""
         return self.draft.weight
 
     def flat(
         self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
     ) -> Tensor:
-        """See :meth:`~shoal.model.transformer.Transformer.flat`."""
         x_ND, branch_ND = self.through(self.draft.embed(tokens_N), position_N, mixer)
         if rows_R is not None:
             x_ND, branch_ND = x_ND[rows_R], branch_ND[rows_R]
         return self.finished(x_ND, branch_ND)
 
     def finished(self, x_ND: Tensor, branch_ND: Tensor) -> Tensor:
-        """See :meth:`~shoal.model.transformer.Transformer.finished`."""
         return self.draft.finished(x_ND, branch_ND)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Scores [R, V]."""
         return self.draft.logits(hidden_RD)
 
     def through(self, x_ND: Tensor, position_N: Tensor, mixer: Mixer) -> tuple[Tensor, Tensor]:
-        """See :meth:`~shoal.model.transformer.Transformer.through`."""
         turn = self.draft.turn(position_N, x_ND.dtype)
         branch_ND: Tensor | None = None
         for layers in self._spans:
@@ -232,7 +220,6 @@ class FuzzyRecordings(Recordings):
         self._flat = store.view(-1, *store.shape[3:])
 
     def write(self, recording: Recording, several: Iterable[TreeRows]) -> None:
-        """See :meth:`~shoal.serve.decode.captured.Recordings.write`."""
         super().write(recording, several)
         cache = self._cache
         repeated = self._repeated.get(recording)
@@ -245,7 +232,6 @@ class FuzzyRecordings(Recordings):
             one.write(recording)
 
     def mixer(self, recording: Recording, alone: bool) -> Mixer:
-        """See :meth:`~shoal.serve.decode.captured.Recordings.mixer`."""
         return _Grouped(
             super().mixer(recording, alone), self._cache, self._attention, self._flat,
             self._repeated[recording],
@@ -272,11 +258,9 @@ class _Grouped:
         return self._plain(layer, q_NHd, k_NKd, v_NKd)
 
     def positions(self, layers: int) -> Tensor:
-        """See :class:`GroupMixer`."""
         return self._repeated[layers].fed[1]
 
     def group(self, first: int, layers: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See :class:`GroupMixer`."""
         one = self._repeated[layers]
         start = 2 * first * self._slots
         stop = start + (2 * layers - 1) * self._slots

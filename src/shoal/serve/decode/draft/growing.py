@@ -24,8 +24,6 @@ from shoal.serve.decode.protocols import TokenTree, branches
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GrowingTree"]
-
 
 class GrowingTree:
     """The tree of one request while it grows. Row 0 is the root.

@@ -23,8 +23,6 @@ from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import Recordable, Recordings, TreeRows
 from shoal.serve.decode.protocols import TokenTree
 
-__all__ = ["DraftMemory", "DraftModelNet", "DraftNet", "DraftState", "Holder"]
-
 # Requests of which something is kept beside those of a step.
 _REMEMBERED = 256
 
@@ -38,13 +36,11 @@ class DraftModelNet(Recordable, Protocol):
     @property
     def config(self) -> ModelConfig:
         """What it is."""
-        ...
 
     def flat(
         self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
     ) -> Tensor | None:
         """See :meth:`~shoal.model.transformer.Transformer.flat`."""
-        ...
 
 
 class DraftNet:
@@ -161,7 +157,6 @@ class Holder(Protocol):
 
     def forget(self) -> None:
         """Its blocks are gone, and what was in them."""
-        ...
 
 
 _Held = TypeVar("_Held", bound=Holder)
@@ -169,9 +164,6 @@ _Held = TypeVar("_Held", bound=Holder)
 
 class DraftState:
     """What the draft's cache holds of one request.
-
-    Args:
-        request: whose.
 
     Attributes:
         blocks: of the draft's cache.
@@ -189,7 +181,6 @@ class DraftState:
         self.computed: Sequence[int] = ()
 
     def forget(self) -> None:
-        """See :class:`Holder`."""
         self.blocks, self.length, self.tree = [], 0, None
 
     def accepted(self) -> tuple[int, list[tuple[int, int]]]:

@@ -11,16 +11,19 @@ al., Accelerating Large Language Model Decoding with Speculative Sampling, 2023.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from shoal.core.config import Kind
-from shoal.core.errors import require
+from shoal.core.errors import ModelError, require
 from shoal.core.parts import Choice, part
+from shoal.core.random import generator
 from shoal.core.traits import traits
 from shoal.ir import MAX_NODES, DrafterCalibration, Expectation, Machine, ServeJob, ServeWork
+from shoal.serve.decode.draft.growing import GrowingTree
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,11 +31,8 @@ if TYPE_CHECKING:
 
     from shoal.ir import Request
     from shoal.model.transformer import Transformer
-    from shoal.serve.decode.draft.growing import GrowingTree
     from shoal.serve.decode.draft.net import DraftMemory, DraftNet, DraftState
     from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree
-
-__all__ = ["DraftModel", "DraftModelDrafter", "best_tokens", "check_tree", "expectation"]
 
 # How often a guess is right before anything was seen, by its rank; what is seen replaces it.
 _FIRST, _FALL = 0.6, 0.25
@@ -65,9 +65,6 @@ def expectation(path: str, depth: int, breadth: int, nodes: int) -> Expectation:
     Raises:
         ModelError: it has none, or they are damaged.
     """
-    import json
-
-    from shoal.core.errors import ModelError
     from shoal.plan.trees.auto import AutoTree
 
     directory = Path(path)
@@ -131,7 +128,6 @@ class DraftModel:
                 yield cls(path=directory)
 
     def expects(self) -> Expectation:
-        """See :class:`~shoal.serve.decode.protocols.Speculator`."""
         expected = expectation(
             self.path, self.depth, self.breadth, self.nodes or self.breadth * self.depth
         )
@@ -210,10 +206,7 @@ class DraftModelDrafter:
         )
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         import torch
-
-        from shoal.serve.decode.draft.growing import GrowingTree
 
         known = self.memory.of([guess.request for guess in guesses])
         growing: list[tuple[Guess, DraftState, GrowingTree]] = []
@@ -334,7 +327,6 @@ class DraftModelDrafter:
 
     @staticmethod
     def _draw(request: Request, grown: GrowingTree, scores_WV: Tensor, level: int) -> None:
-        from shoal.core.random import generator
         from shoal.serve.engine.sampler import probabilities
 
         q_WV = probabilities(scores_WV, [request.params] * len(scores_WV))
@@ -345,7 +337,6 @@ class DraftModelDrafter:
         """Nothing: a request's tokens say what became of its guesses."""
 
     def memory_bytes(self) -> int:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         from shoal.serve.cache.paged import token_bytes
 
         cache, config = self.net.cache, self.net.model.config

@@ -22,8 +22,6 @@ from shoal.serve.decode.captured import Recording, Recordings
 from shoal.serve.decode.draft.files import draft_net
 from shoal.serve.decode.draft.net import DraftNet
 
-__all__ = ["RankedRecordings", "part_of", "ranked"]
-
 
 def part_of(
     path: str,

@@ -41,8 +41,6 @@ from shoal.serve.decode.draft.net import DraftNet
 from shoal.serve.decode.draft.ranked import part_of, ranked
 from shoal.serve.engine.frames import PRIVATE
 
-__all__ = ["DraftRanks", "RankedNet", "main"]
-
 # How long a rank may take to load its part, and to compute one.
 _START_S, _PASS_S = 60.0, 30.0
 # How long its exit code is waited for once it does not answer.
@@ -234,17 +232,14 @@ class RankedNet(DraftNet):
         self.team, self._ask = team, _Ask.QUICK if quick else _Ask.EXACT
 
     def read(self, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> None:
-        """See :class:`~shoal.serve.decode.draft.net.DraftNet`."""
         with self.team.running(_Ask.READ, [start, len(tokens), *tokens, *blocks]):
             super().read(tokens, start, blocks)
 
     def rows(self, several: Sequence[TreeRows]) -> Tensor:
-        """See :class:`~shoal.serve.decode.draft.net.DraftNet`."""
         with self.team.running(self._ask, _pack(several)):
             return super().rows(several)
 
     def keep(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See :class:`~shoal.serve.decode.draft.net.DraftNet`."""
         if sources:
             with self.team.running(_Ask.KEEP, [*sources, *targets]):
                 super().keep(sources, targets)
@@ -254,7 +249,7 @@ def _heard(end: socket.socket, buffer: bytearray, count: int) -> np.ndarray:
     """The next so many numbers; looks out for them before it sleeps.
 
     Raises:
-        EOFError: the serving process is gone.
+        EOFError: the serving process has ended.
     """
     nbytes, until = 8 * count, time.monotonic() + _AWAKE_S
     while len(buffer) < nbytes:
@@ -264,7 +259,7 @@ def _heard(end: socket.socket, buffer: bytearray, count: int) -> np.ndarray:
         except BlockingIOError:
             continue
         if not data:
-            raise EOFError("the serving process is gone")
+            raise EOFError("the serving process has ended")
         buffer += data
     result = np.frombuffer(bytes(buffer[:nbytes]), dtype=np.int64)
     del buffer[:nbytes]

@@ -24,15 +24,12 @@ from shoal.model.norm import RMSNorm
 from shoal.model.transformer import Transformer, TransformerBlock
 from shoal.plan.trees.fuzzy import Groups, spans
 
-__all__ = ["StackedLayers", "stack"]
-
 
 class StackedLayers(nn.Module):
     """The layers of a group.
 
     Args:
         blocks: of the group, before kernels pack their weights.
-        config: of their model.
         full: their feed-forward layers read the same input, too.
     """
 

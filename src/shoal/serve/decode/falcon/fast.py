@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.kernel.rnn.cell import lstm_cell, side_by_side
+from shoal.model.accelerate import accelerate
 from shoal.model.attention import Mixer, attend
 from shoal.model.drafters.falcon import SemiAutoregressive
 from shoal.model.transformer import Transformer
 from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import TreeRows
 from shoal.serve.decode.heads.fast import ready_linear
-
-__all__ = ["FalconInput", "FalconOutput", "FalconState", "FastFalcon"]
 
 # The block needs no embedding, and a model has one.
 _NO_TOKENS = 64
@@ -116,8 +115,6 @@ class FastFalcon:
                     if isinstance(child, nn.Linear):
                         setattr(module, name, ready_linear(child.weight, child.bias, weights))
         if target.head is not None:
-            from shoal.model.accelerate import accelerate
-
             accelerate(shell)
         self.shell = shell
 

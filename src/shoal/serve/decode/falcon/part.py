@@ -13,9 +13,8 @@ Semi-Autoregressive Drafting and Custom-Designed Decoding Tree, 2025, sections 3
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
@@ -23,7 +22,9 @@ from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
 from shoal.core.traits import traits
-from shoal.ir import MAX_NODES, DrafterCalibration, Expectation, Machine, ServeJob, ServeWork
+from shoal.ir import MAX_NODES, DrafterCalibration, Expectation, ServeJob
+from shoal.serve.decode.passes import TreePasses
+from shoal.serve.decode.trained import TrainedSpeculator
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,14 +36,11 @@ if TYPE_CHECKING:
     from shoal.serve.decode.falcon.fast import FalconInput, FalconOutput, FastFalcon
     from shoal.serve.decode.falcon.taped import TapedFalcon
     from shoal.serve.decode.heads.featured import FeatureState
-    from shoal.serve.decode.passes import TreePasses
     from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree
-
-__all__ = ["FalconDrafter", "FalconSpeculative"]
 
 
 @part
-class FalconSpeculative:
+class FalconSpeculative(TrainedSpeculator):
     """A net that was trained for the served model (``job: drafter``).
 
     Args:
@@ -62,20 +60,10 @@ class FalconSpeculative:
     tree: Annotated[Choice, Kind("tree")] = Choice(name="auto")
     weights: str = "plain"
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
-
-    @classmethod
-    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
-        """Of every drafter of this kind that there is."""
-        from shoal.serve.decode.trained import of_kind
-
-        for directory in of_kind("falcon", work):
-            yield cls(path=directory)
+    kind: ClassVar[str] = "falcon"
 
     def expects(self) -> Expectation:
-        """See :class:`~shoal.serve.decode.protocols.Speculator`; weights as if in bf16."""
-        from shoal.serve.decode.trained import config_of
-
-        config = config_of("falcon", Path(self.path))
+        config = self.config()
         spec, square = self._ways(config)[-1], 2.0 * config.hidden**2
         # An LSTM of twelve and eight squares, a block of some twelve, and the target's head.
         passes = -(-spec.depth // int(config.options.get("k", 2)))
@@ -97,9 +85,8 @@ class FalconSpeculative:
         from shoal.serve.decode.draft.files import cache_of
         from shoal.serve.decode.falcon.fast import FastFalcon
         from shoal.serve.decode.falcon.taped import recorded
-        from shoal.serve.decode.trained import stored
 
-        config, state = stored("falcon", Path(self.path), job)
+        config, state = self.stored(job)
         ways = self._ways(config)
         layers = sum(name.startswith("lstm.weight_ih") for name in state)
         net = SemiAutoregressive(model.config, int(config.options.get("k", 2)), layers)
@@ -120,19 +107,14 @@ class FalconSpeculative:
             expected=f"{k}, for which the net in {self.path} was trained",
         )
         there = len(config.calibration) // k
-        require(
-            self.forwards <= there,
-            "speculative.falcon.forwards",
-            self.forwards,
-            expected=f"at most {there}, the passes that were judged in training",
-        )
+        most = self.first("forwards", there, "the passes that were judged in training")
         tree: TreePart = table("tree").build(self.tree, where="speculative.falcon.tree")
         # Only a shape that follows the guesses can be had for fewer passes than there are.
         follows = "follows_guesses" in traits("tree", self.tree) and not self.forwards
-        fewest = 1 if follows else self.forwards or there
+        fewest = 1 if follows else most
         return [
             tree.build(DrafterCalibration(config.calibration[: k * passes]))
-            for passes in range(fewest, (self.forwards or there) + 1)
+            for passes in range(fewest, most + 1)
         ]
 
 
@@ -166,11 +148,9 @@ class FalconDrafter:
         self.take(len(ways) - 1)
 
     def ways(self) -> Sequence[Sequence[float]]:
-        """See :class:`~shoal.serve.decode.protocols.Adjustable`."""
         return [spec.expected() for spec in self._ways]
 
     def take(self, way: int) -> None:
-        """See :class:`~shoal.serve.decode.protocols.Adjustable`."""
         from functools import cache
 
         self.spec = self._ways[way]
@@ -179,13 +159,10 @@ class FalconDrafter:
 
     def _fitting(self, nodes: int) -> TreePasses:
         """The passes of the first so many nodes, or of so many whose rows are distinguishable."""
-        from shoal.serve.decode.passes import TreePasses
-
         tree_passes = TreePasses(self.spec.first(nodes), self.net.k)
         return tree_passes if tree_passes.rows <= MAX_NODES else self._fitting(nodes - 1)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         import torch
 
         known = self._memory.of([guess.request for guess in guesses])
@@ -276,7 +253,6 @@ class FalconDrafter:
             kept.learn(one)
 
     def memory_bytes(self) -> int:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         config, width = self.net.config, self.net.weight.element_size()
         place = 2 * config.num_kv_heads * config.head_dim + config.hidden
         return self.net.nbytes + 1000 * place * width

@@ -21,8 +21,6 @@ from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import Recording, Recordings
 from shoal.serve.decode.falcon.fast import FalconInput, FalconOutput, FalconState, FastFalcon
 
-__all__ = ["TapedFalcon", "recorded"]
-
 _Key = tuple[int, int, int, int]
 
 
@@ -41,8 +39,6 @@ class TapedFalcon:
     """Passes of the net over its cache, all sequences of which have as many places.
 
     Args:
-        net: ready.
-        cache: its own.
         attention: kernel of ``paged_attention`` that reads trees.
         longest: most tokens of a request, guesses included.
 

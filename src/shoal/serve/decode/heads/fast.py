@@ -18,8 +18,6 @@ from shoal.model.drafters.medusa import MedusaHead, MedusaHeads
 from shoal.model.linear import DispatchedLinear
 from shoal.model.lowbit import LowBitLinear
 
-__all__ = ["FastHeads", "ready_linear"]
-
 
 def ready_linear(weight_NK: Tensor, bias_N: Tensor | None, weights: str) -> nn.Module:
     """A layer by the kernels of inference, its weights in this format."""
@@ -32,7 +30,6 @@ class FastHeads:
     """Heads ready to guess.
 
     Args:
-        heads: of the target, on its device and in its dtype.
         width: guesses of each head.
         weights: format of the matrices.
     """

@@ -21,8 +21,6 @@ from shoal.serve.decode.captured import TreeRows
 from shoal.serve.decode.falcon.fast import FalconInput, FalconOutput, FalconState, FastFalcon
 from shoal.serve.decode.protocols import AcceptedTokens
 
-__all__ = ["FeatureState", "reached", "reading"]
-
 
 class _Read(NamedTuple):
     """The net behind some places: where, its state [L, D] each, and its last outputs [k, D]."""
@@ -35,9 +33,6 @@ class _Read(NamedTuple):
 
 class FeatureState:
     """Of one request; its keys and values are in the net's cache.
-
-    Args:
-        request: whose.
 
     Attributes:
         blocks: of the net's cache.
@@ -60,7 +55,6 @@ class FeatureState:
         self._tokens: list[int] = []
 
     def forget(self) -> None:
-        """See :class:`~shoal.serve.decode.draft.net.Holder`."""
         self.blocks = []
         self._begin(self.known)
 

@@ -11,31 +11,29 @@ Heads, 2024, sections 2.1 and 2.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
 from shoal.core.config import Kind
-from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
-from shoal.ir import DrafterCalibration, Expectation, Machine, ServeJob, ServeWork
+from shoal.ir import DrafterCalibration, Expectation, ServeJob
+from shoal.serve.decode.heads.shaped import Filler
+from shoal.serve.decode.trained import KeptGuess, TrainedSpeculator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.ir import Request, TreePart, TreeSpec
+    from shoal.ir import TreePart, TreeSpec
     from shoal.model.drafters.files import DrafterConfig
     from shoal.model.drafters.medusa import MedusaHeads
     from shoal.model.transformer import Transformer
     from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree
 
-__all__ = ["MedusaDrafter", "MedusaSpeculative"]
-
 
 @part
-class MedusaSpeculative:
+class MedusaSpeculative(TrainedSpeculator):
     """Heads that were trained for the served model (``job: drafter``).
 
     Args:
@@ -52,6 +50,7 @@ class MedusaSpeculative:
     tree: Annotated[Choice, Kind("tree")] = Choice(name="auto")
     weights: str = "plain"
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
+    kind: ClassVar[str] = "medusa"
 
     def drafter(self, job: ServeJob, model: Transformer) -> MedusaDrafter:
         """See :class:`~shoal.serve.decode.protocols.Speculator`.
@@ -61,40 +60,21 @@ class MedusaSpeculative:
             ConfigError: more heads than there are, or a tree that needs more.
         """
         from shoal.model.drafters.medusa import MedusaHeads
-        from shoal.serve.decode.trained import stored
 
-        config, state = stored("medusa", Path(self.path), job)
+        config, state = self.stored(job)
         heads = MedusaHeads(len(config.calibration), config.hidden, config.vocab_size)
         heads.load_state_dict(state)
         heads.heads = heads.heads[: self._used(config)]
         return MedusaDrafter(heads, self._spec(config), model.weight, self.weights)
 
-    @classmethod
-    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
-        """Of every drafter of this kind that there is."""
-        from shoal.serve.decode.trained import of_kind
-
-        for directory in of_kind("medusa", work):
-            yield cls(path=directory)
-
     def expects(self) -> Expectation:
-        """See :class:`~shoal.serve.decode.protocols.Speculator`; weights as if in bf16."""
-        from shoal.serve.decode.trained import config_of
-
-        config = config_of("medusa", Path(self.path))
+        config = self.config()
         used = self._used(config)
         numbers = config.hidden * (config.hidden + config.vocab_size + 1)
         return Expectation(tokens=self._spec(config).expected(), weight_bytes=2.0 * used * numbers)
 
     def _used(self, config: DrafterConfig) -> int:
-        there = len(config.calibration)
-        require(
-            self.heads <= there,
-            "speculative.medusa.heads",
-            self.heads,
-            expected=f"at most {there}, those in {self.path}",
-        )
-        return self.heads or there
+        return self.first("heads", len(config.calibration), f"those in {self.path}")
 
     def _spec(self, config: DrafterConfig) -> TreeSpec:
         tree: TreePart = table("tree").build(self.tree, where="speculative.medusa.tree")
@@ -105,8 +85,6 @@ class MedusaDrafter:
     """The drafter that :class:`MedusaSpeculative` builds.
 
     Args:
-        heads: of the target.
-        spec: the tree.
         like: dtype and device of what it computes.
         weights: format of the matrices.
     """
@@ -117,22 +95,20 @@ class MedusaDrafter:
         self, heads: MedusaHeads, spec: TreeSpec, like: Tensor, weights: str = "plain"
     ) -> None:
         from shoal.serve.decode.heads.fast import FastHeads
-        from shoal.serve.decode.heads.shaped import Filler
         from shoal.serve.engine.adjust import RequestHistory
 
         heads = heads.to(like.device, like.dtype).requires_grad_(False)
         self._bytes = sum(one.numel() * one.element_size() for one in heads.parameters())
         self._heads = FastHeads(heads, spec.width, weights)
         self._filler = Filler(spec)
-        self._known = RequestHistory(_Known)
+        self._known = RequestHistory(KeptGuess)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         known = self._known.of([guess.request for guess in guesses])
         ready = [
-            (guess, one.hidden)
+            (guess, one.value)
             for guess, one in zip(guesses, known, strict=True)
-            if one.hidden is not None and one.place == len(guess.request.tokens)
+            if one.value is not None and one.place == len(guess.request.tokens)
         ]
         if not ready:
             return [None] * len(guesses)
@@ -147,21 +123,8 @@ class MedusaDrafter:
         """Keep the state that chose the next token of each request."""
         known = self._known.of([one.request for one in seen])
         for one, kept in zip(seen, known, strict=True):
-            if one.root is None or one.hidden is None:
-                kept.hidden = None
-            else:
-                kept.place = one.start + len(one.tokens) + 1
-                kept.hidden = one.hidden[-1]
+            kept.place = one.start + len(one.tokens) + 1
+            kept.value = None if one.root is None or one.hidden is None else one.hidden[-1]
 
     def memory_bytes(self) -> int:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         return self._heads.nbytes
-
-
-class _Known:
-    """Of one request: the state that chose its last token, which has this place in its tokens."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.place = -1
-        self.hidden: Any = None

@@ -14,40 +14,39 @@ LLM Inference, 2024, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge
 
 from shoal.core.config import Kind
-from shoal.core.errors import ConfigError, ModelError, require
+from shoal.core.errors import ConfigError, ModelError
 from shoal.core.parts import Choice, part, table
-from shoal.ir import MAX_NODES, DrafterCalibration, Expectation, Machine, ServeJob, ServeWork
+from shoal.ir import MAX_NODES, DrafterCalibration, Expectation, ServeJob
+from shoal.plan.trees.dynamic import DynamicTrees, StateTree
+from shoal.plan.trees.hardware import Hardware
+from shoal.serve.decode.protocols import (
+    AcceptedTokens,
+    Branches,
+    Guess,
+    Needs,
+    PromptRows,
+    TokenTree,
+    branches,
+)
+from shoal.serve.decode.trained import KeptGuess, TrainedSpeculator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.ir import Request
     from shoal.model.drafters.files import DrafterConfig
     from shoal.model.transformer import Transformer
-    from shoal.plan.trees.dynamic import DynamicTrees, StateTree
-    from shoal.serve.decode.protocols import (
-        AcceptedTokens,
-        Branches,
-        Guess,
-        Needs,
-        PromptRows,
-        TokenTree,
-    )
-
-__all__ = ["PpdDrafter", "PpdSpeculative"]
 
 
 @part
-class PpdSpeculative:
+class PpdSpeculative(TrainedSpeculator):
     """Prompt tokens that were trained for the served model (``job: drafter``).
 
     Args:
@@ -62,20 +61,10 @@ class PpdSpeculative:
     prompts: Annotated[int, Ge(0)] = 0
     tree: Annotated[Choice, Kind("tree")] = Choice(name="hardware")
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
-
-    @classmethod
-    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
-        """Of every drafter of this kind that there is."""
-        from shoal.serve.decode.trained import of_kind
-
-        for directory in of_kind("ppd", work):
-            yield cls(path=directory)
+    kind: ClassVar[str] = "ppd"
 
     def expects(self) -> Expectation:
-        """See :class:`~shoal.serve.decode.protocols.Speculator`; rows are all that guesses take."""
-        from shoal.serve.decode.trained import config_of
-
-        trees = self._trees(config_of("ppd", Path(self.path)))
+        trees = self._trees(self.config())
         return Expectation(tokens=trees.expected(), reads=0)
 
     def drafter(self, job: ServeJob, model: Transformer) -> PpdDrafter:
@@ -85,9 +74,7 @@ class PpdSpeculative:
             ModelError: the drafter is of another kind, or was trained for another model.
             ConfigError: more prompt tokens than there are, or a tree that needs more.
         """
-        from shoal.serve.decode.trained import stored
-
-        config, state = stored("ppd", Path(self.path), job)
+        config, state = self.stored(job)
         trees = self._trees(config)
         if job.max_step_tokens < trees.fewest:
             raise ConfigError(
@@ -106,21 +93,13 @@ class PpdSpeculative:
         )
 
     def _trees(self, config: DrafterConfig) -> DynamicTrees:
-        from shoal.plan.trees.dynamic import DynamicTrees
-        from shoal.plan.trees.hardware import Hardware
-
         there = len(config.calibration)
         if there < 1:
             raise ModelError(f"{self.path}: no prompt token; train at least one")
-        require(
-            self.prompts <= there,
-            "speculative.ppd.prompts",
-            self.prompts,
-            expected=f"at most {there}, those in {self.path}",
-        )
+        used = self.first("prompts", there, f"those in {self.path}")
         tree = table("tree").build(self.tree, where="speculative.ppd.tree")
         most = tree.rows if isinstance(tree, Hardware) else MAX_NODES + 1
-        calibration = DrafterCalibration(config.calibration[: self.prompts or there])
+        calibration = DrafterCalibration(config.calibration[:used])
         return DynamicTrees(calibration, tree, int(config.options.get("ensemble", 1)), most)
 
 
@@ -157,12 +136,9 @@ class PpdDrafter:
         self._embeddings, self.trees = embeddings, trees
         self._width = min(vocab_size, trees.width)
         self._forms: dict[tuple[int, int], _Form] = {}
-        self._known = RequestHistory(_Known)
+        self._known = RequestHistory(KeptGuess)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
-        from shoal.serve.decode.protocols import TokenTree
-
         results: list[TokenTree | None] = []
         known = self._known.of([guess.request for guess in guesses])
         for guess, one in zip(guesses, known, strict=True):
@@ -170,7 +146,7 @@ class PpdDrafter:
                 results.append(None)
                 continue
             tokens = guess.request.tokens
-            ahead = one.guesses if one.place == len(tokens) else None
+            ahead = one.value if one.place == len(tokens) else None
             rows = min(guess.nodes + 1, self.trees.most)
             form = self._form(rows, 0 if ahead is None else len(ahead))
             filled = np.full(len(form.shape), -1)
@@ -185,12 +161,12 @@ class PpdDrafter:
         known = self._known.of([one.request for one in seen])
         for one, kept in zip(seen, known, strict=True):
             if one.prompt_scores is None:
-                kept.guesses = None
+                kept.value = None
                 continue
             said_PV = one.prompt_scores
             if self.trees.ensemble > 1:
                 said_PV = said_PV.view(-1, self.trees.ensemble, said_PV.shape[1]).mean(1)
-            kept.guesses = said_PV.topk(self._width, -1).indices.cpu().numpy()
+            kept.value = said_PV.topk(self._width, -1).indices.cpu().numpy()
             kept.place = one.start + len(one.tokens) + 1
 
     def _form(self, rows: int, state: int) -> _Form:
@@ -203,8 +179,6 @@ class PpdDrafter:
     def _formed(self, tree: StateTree) -> _Form:
         """Prompt row (i, j) hangs below row (i - 1, j), and the first ones below their guess."""
         import torch
-
-        from shoal.serve.decode.protocols import PromptRows, branches
 
         members = self.trees.ensemble
         parent = [-1, *(above + 1 for above in tree.spec.parent)]
@@ -226,14 +200,4 @@ class PpdDrafter:
         )
 
     def memory_bytes(self) -> int:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`: the embeddings alone."""
         return self._embeddings.numel() * self._embeddings.element_size()
-
-
-class _Known:
-    """Of one request: guesses [s, W] behind its last token, which has this place in its tokens."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.place = -1
-        self.guesses: np.ndarray | None = None

@@ -26,8 +26,12 @@ import numpy as np
 from shoal.core.errors import ModelError
 from shoal.core.parts import Choice
 from shoal.ir import Request, SamplingParams, ServeJob
+from shoal.model.drafters import files
+from shoal.plan.trees.drafting import RowCosts
+from shoal.plan.trees.dynamic import best_rows
 from shoal.serve.decode.draft.part import DraftModelDrafter, best_tokens
 from shoal.serve.decode.heads.ppd import PpdSpeculative
+from shoal.serve.decode.protocols import AcceptedTokens, Guess, TokenTree, branches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +40,6 @@ if TYPE_CHECKING:
     from shoal.serve.decode.draft.growing import GrowingTree
     from shoal.serve.decode.draft.net import DraftNet, DraftState
     from shoal.serve.decode.heads.ppd import PpdDrafter
-    from shoal.serve.decode.protocols import AcceptedTokens, Guess, TokenTree
-
-__all__ = ["PromptedDrafter", "drafter_of", "passes"]
 
 log = logging.getLogger("shoal.serve")
 
@@ -57,8 +58,6 @@ def _part(path: str, draft: str) -> PpdSpeculative:
     Raises:
         ModelError: there are none, or it is a drafter of another kind.
     """
-    from shoal.model.drafters import files
-
     kind = files.read_config(Path(path)).name
     if kind != "ppd":
         raise ModelError(
@@ -109,10 +108,6 @@ def drafter_of(
 def _paying(net: DraftNet, prompts: PpdDrafter, limit: int) -> int:
     """N* of the draft's passes by what they take here; 1 where a token a pass pays most."""
     import torch
-
-    from shoal.plan.trees.drafting import RowCosts
-    from shoal.plan.trees.dynamic import best_rows
-    from shoal.serve.decode.protocols import Guess
 
     trees = prompts.trees
     context = max(1, min(_CONTEXT, limit - _MOST))
@@ -189,8 +184,6 @@ class _Text:
 
     def seen(self) -> AcceptedTokens:
         """What was asked below the last token but one."""
-        from shoal.serve.decode.protocols import AcceptedTokens
-
         before = self.root - 1
         tokens = self.own.tokens[before : before + 1]
         return AcceptedTokens(self.own, before, tokens, None, None, self.asked.get(before))
@@ -285,8 +278,6 @@ class PromptedDrafter(DraftModelDrafter):
 
     def _trees(self, texts: Sequence[_Text]) -> list[TokenTree]:
         """Guesses below the last token of each and prompt tokens, or that token alone."""
-        from shoal.serve.decode.protocols import Guess, TokenTree, branches
-
         self.prompts.observe([one.seen() for one in texts])
         guessed = self.prompts.propose([Guess(one.own, self.rows - 1) for one in texts])
         return [
@@ -297,7 +288,6 @@ class PromptedDrafter(DraftModelDrafter):
         ]
 
     def memory_bytes(self) -> int:
-        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         return super().memory_bytes() + self.prompts.memory_bytes()
 
 

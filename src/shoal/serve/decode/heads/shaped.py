@@ -9,15 +9,9 @@ import numpy as np
 from shoal.ir import TreeSpec
 from shoal.serve.decode.protocols import Branches, TokenTree, branches
 
-__all__ = ["Filler"]
-
 
 class Filler:
-    """Makes trees of the first nodes of a shape.
-
-    Args:
-        spec: the shape.
-    """
+    """Makes trees of the first nodes of a shape."""
 
     def __init__(self, spec: TreeSpec) -> None:
         self.spec = spec

@@ -28,8 +28,6 @@ from shoal.model.attention import Mixer, attend
 from shoal.serve.decode.hogwild.blocks import BlockStore
 from shoal.serve.decode.hogwild.views import Feed
 
-__all__ = ["KeyRotatingMixer", "Pairs", "QueryRotatingMixer", "Realise", "mixer", "pairs_of"]
-
 Realise = Literal["queries", "keys"]
 
 
@@ -163,9 +161,6 @@ class KeyRotatingMixer:
 
     Args:
         store: of the blocks.
-        tokens: as :class:`Pairs` has them, where the model computes.
-        pairs: the same.
-        parts: the same.
     """
 
     def __init__(self, store: BlockStore, tokens: Tensor, pairs: Tensor, parts: Tensor) -> None:

@@ -26,8 +26,6 @@ from shoal.model.rope import tables_at
 from shoal.model.transformer import Transformer
 from shoal.serve.cache.paged import PagedCache
 
-__all__ = ["BlockStore", "HogwildBlock"]
-
 
 @dataclass(slots=True, eq=False)
 class HogwildBlock:
@@ -51,7 +49,6 @@ class BlockStore:
     """The keys and values of blocks, in slots of one token each.
 
     Args:
-        model: whose keys they are.
         capacity: tokens of all blocks.
         longest: most tokens of a block, and of a context.
         num_blocks: most blocks.

@@ -13,8 +13,6 @@ from shoal.serve.decode.hogwild.protocols import BlockSpace
 if TYPE_CHECKING:
     from shoal.serve.decode.hogwild.blocks import HogwildBlock
 
-__all__ = ["CombinedLayout"]
-
 
 @part
 class CombinedLayout:
@@ -24,7 +22,6 @@ class CombinedLayout:
     headers: ClassVar[tuple[str, ...]] = ("history", "others", "own")
 
     def blocks(self, space: BlockSpace, worker: str) -> list[HogwildBlock]:
-        """See :class:`~shoal.serve.decode.hogwild.protocols.HogwildLayout`."""
         others = space.others(worker)
         before_others = [space.headers["others"]] if others and "others" in space.headers else []
         before_own = [space.headers["own"]] if "own" in space.headers else []

@@ -13,8 +13,6 @@ from shoal.serve.decode.hogwild.protocols import BlockSpace
 if TYPE_CHECKING:
     from shoal.serve.decode.hogwild.blocks import HogwildBlock
 
-__all__ = ["ContiguousLayout"]
-
 
 @part
 class ContiguousLayout:
@@ -24,5 +22,4 @@ class ContiguousLayout:
     headers: ClassVar[tuple[str, ...]] = ()
 
     def blocks(self, space: BlockSpace, worker: str) -> list[HogwildBlock]:
-        """See :class:`~shoal.serve.decode.hogwild.protocols.HogwildLayout`."""
         return [space.prompt, *space.others(worker), space.own[worker]]

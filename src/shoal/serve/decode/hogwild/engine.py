@@ -31,8 +31,8 @@ from shoal.serve.engine.adjust import Adjuster
 from shoal.serve.engine.failure import failure
 from shoal.serve.engine.params import check_params, check_tokens
 from shoal.serve.engine.token_choice import choose_rows
-
-__all__ = ["HogwildEngine", "build_engine"]
+from shoal.serve.text.grammar import Grammars, vocabulary
+from shoal.serve.text.pieces import TextModel
 
 log = logging.getLogger("shoal.serve")
 
@@ -41,7 +41,6 @@ class HogwildEngine:
     """Requests in, tokens of all their workers out.
 
     Args:
-        model: for inference, in this process.
         part: how workers work together.
         words: number of workers -> the words between them.
         kv_tokens: tokens that the cache holds.
@@ -104,7 +103,11 @@ class HogwildEngine:
             expected=f"1 to {self.workers}, the workers of this server",
             error=ServeError,
         )
-        for what, value in (("an adapter", request.adapter), ("a vector", params.pooling)):
+        for what, value in (
+            ("an adapter", request.adapter),
+            ("a vector", params.pooling),
+            ("log probabilities of its prompt", params.prompt_logprobs),
+        ):
             if value is not None:
                 raise ServeError(
                     f"request {request.id} wants {what}: concurrent workers have none; serve with "
@@ -142,7 +145,6 @@ class HogwildEngine:
         )
 
     def abort(self, request_id: str) -> Output | None:
-        """Forget a worker; the others of its session go on."""
         for leader, requests in list(self._gathered.items()):
             if any(one.id == request_id for one in requests):
                 del self._gathered[leader]
@@ -165,7 +167,6 @@ class HogwildEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would compute something."""
         return bool(self.sessions or self._waiting)
 
     def _admit(self) -> None:
@@ -187,7 +188,6 @@ class HogwildEngine:
             self._prompt_tokens += first.workers[0].request.n_prompt
 
     def step(self) -> list[Output]:
-        """One forward pass for all workers, and a token for each."""
         started = self._clock()
         self._admit()
         requests = [
@@ -282,8 +282,6 @@ def build_engine(job: ServeJob) -> tuple[HogwildEngine, ModelConfig]:
         ShoalError: the model cannot be read, or another key of the job does not go with workers.
     """
     from shoal.serve.engine.build import concrete, load_model
-    from shoal.serve.text.grammar import Grammars, vocabulary
-    from shoal.serve.text.pieces import TextModel
 
     part: Hogwild = table("decode").build(job.decode, where="decode")
     for key in _OTHERS:

@@ -14,8 +14,6 @@ from shoal.serve.decode.hogwild.attention import Pairs, QueryRotatingMixer, Real
 from shoal.serve.decode.hogwild.blocks import BlockStore
 from shoal.serve.decode.hogwild.views import Feed
 
-__all__ = ["Forward"]
-
 # Passes of more tokens take so long that asking the kernels is little beside.
 _MOST = 64
 # Recorded kinds of passes that are kept; each has memory of its own.
@@ -48,8 +46,6 @@ class Forward:
     """Scores for the tokens of all workers at once.
 
     Args:
-        model: whole, in this process.
-        store: of the blocks.
         realise: queries are turned, or keys.
     """
 

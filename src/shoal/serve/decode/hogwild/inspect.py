@@ -8,8 +8,6 @@ from typing import Any
 from shoal.serve.decode.hogwild.protocols import BlockSpace
 from shoal.serve.decode.hogwild.session import HogwildSession
 
-__all__ = ["inspected"]
-
 
 def inspected(session: HogwildSession) -> dict[str, Any]:
     """The views of a session that has begun, as they are now.

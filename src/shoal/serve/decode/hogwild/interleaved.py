@@ -13,8 +13,6 @@ from shoal.serve.decode.hogwild.protocols import BlockSpace
 if TYPE_CHECKING:
     from shoal.serve.decode.hogwild.blocks import HogwildBlock
 
-__all__ = ["InterleavedLayout"]
-
 
 @part
 class InterleavedLayout:
@@ -24,5 +22,4 @@ class InterleavedLayout:
     headers: ClassVar[tuple[str, ...]] = ()
 
     def blocks(self, space: BlockSpace, worker: str) -> list[HogwildBlock]:
-        """See :class:`~shoal.serve.decode.hogwild.protocols.HogwildLayout`."""
         return [space.prompt, *space.history, space.own[worker]]

@@ -13,8 +13,6 @@ from shoal.core.parts import part, table
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
 
-__all__ = ["Hogwild"]
-
 _MOST_WORKERS = 16
 
 _RULES = """
@@ -105,11 +103,9 @@ class Hogwild:
             )
 
     def factory(self) -> str | None:
-        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
         return "shoal.serve.decode.hogwild.engine:build_engine"
 
     def check(self, config: ModelConfig) -> None:
-        """See :class:`~shoal.serve.decode.protocols.DecodePart`."""
         require(
             config.causal,
             "decode",

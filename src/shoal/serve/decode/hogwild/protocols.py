@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from shoal.serve.decode.hogwild.blocks import HogwildBlock
 
-__all__ = ["BlockSpace", "HogwildLayout"]
-
 
 @dataclass(slots=True, kw_only=True)
 class BlockSpace:
@@ -47,4 +45,3 @@ class HogwildLayout(Protocol):
 
     def blocks(self, space: BlockSpace, worker: str) -> Sequence[HogwildBlock]:
         """The view of a worker; its own block comes last, and no block twice."""
-        ...

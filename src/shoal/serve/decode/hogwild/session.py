@@ -13,8 +13,6 @@ from shoal.serve.decode.hogwild.protocols import BlockSpace, HogwildLayout
 from shoal.serve.decode.hogwild.views import Feed, HogwildView
 from shoal.serve.decode.hogwild.words import WorkerReader, WorkerWords
 
-__all__ = ["HogwildSession", "HogwildWorker", "WorkerFeed"]
-
 
 @dataclass(slots=True, eq=False)
 class HogwildWorker:
@@ -48,7 +46,6 @@ class HogwildWorker:
 
     @property
     def left(self) -> int:
-        """Tokens that it may still write."""
         return self.request.params.max_tokens - self.request.n_generated
 
     def given(self, tokens: Sequence[int]) -> None:

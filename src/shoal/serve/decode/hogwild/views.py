@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from shoal.core.errors import ServeError, require
 from shoal.serve.decode.hogwild.blocks import HogwildBlock
 
-__all__ = ["Feed", "HogwildView"]
-
 
 @dataclass(frozen=True, slots=True)
 class HogwildView:

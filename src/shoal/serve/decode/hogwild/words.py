@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from shoal.serve.decode.hogwild.part import Hogwild
 
-__all__ = ["WorkerReader", "WorkerWords"]
-
 # Bytes in which a final answer is looked for: what is longer is none.
 _TAIL = 512
 
@@ -67,11 +65,7 @@ class WorkerWords:
 
 
 class WorkerReader:
-    """Reads along with a worker.
-
-    Args:
-        words: what is looked for.
-    """
+    """Reads along with a worker."""
 
     def __init__(self, words: WorkerWords) -> None:
         self._piece, self._separator = words.piece, words.separator

@@ -27,8 +27,6 @@ from shoal.model.attention import KVCache
 from shoal.model.transformer import Transformer
 from shoal.train.drafters.protocols import TargetRows
 
-__all__ = ["FeatureLearner", "FeatureLoss", "FeatureNet"]
-
 
 class FeatureNet(Protocol):
     """A net that makes the features k places further of features and tokens."""
@@ -37,21 +35,17 @@ class FeatureNet(Protocol):
 
     def cache(self, batch: int, capacity: int, dtype: torch.dtype) -> KVCache:
         """An empty cache for its layers."""
-        ...
 
     def mixed(self, features_BTD: Tensor, embeds_BTD: Tensor, state: Any = None) -> Any:
         """What its layers read, and the state behind these places."""
-        ...
 
     def seen(
         self, x_BTD: Tensor, position_T: Tensor, mask: Tensor | None, cache: KVCache | None = None
     ) -> Tensor:
         """Features k places further."""
-        ...
 
     def __call__(self, features_BTD: Tensor, embeds_BTD: Tensor, *, shift: int = 0) -> Tensor:
         """Features k places further of every place."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -99,9 +93,7 @@ class FeatureLearner:
     """A net that learns the target's features.
 
     Args:
-        net: the net.
         target: gives embedding and output matrix, which stand still.
-        lr: peak learning rate.
         loss: of features and tokens.
         glance: shares of the wrong places that are shown, at the beginning and at the end.
         rounds: passes of the net whose guesses are judged.

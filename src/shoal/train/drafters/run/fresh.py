@@ -12,8 +12,6 @@ from shoal.model.config import ModelConfig
 from shoal.model.drafters.falcon import SemiAutoregressive
 from shoal.model.drafters.fusion import FusionDrafter
 
-__all__ = ["falcon", "fusion"]
-
 # Matrices whose output is added to the stream begin small.
 _RESIDUAL = (".o_proj.weight", ".down_proj.weight")
 

@@ -23,8 +23,6 @@ from shoal.train.drafters.protocols import TargetRows
 if TYPE_CHECKING:
     from shoal.train.drafters.medusa import MedusaTraining
 
-__all__ = ["FrozenLearner", "JointLearner", "heads_loss"]
-
 # The target changes more slowly than its heads.
 _TARGET_RATE = 0.25
 
@@ -46,7 +44,6 @@ class FrozenLearner:
     """Version 1: the target stands still, and is not even at hand.
 
     Args:
-        part: the options.
         target: gives the heads their output matrix.
     """
 
@@ -88,9 +85,7 @@ class JointLearner:
     What the target said before, which its features hold, is what it is to go on saying.
 
     Args:
-        part: the options.
         target: is changed.
-        job: names the target's directory.
     """
 
     def __init__(self, part: MedusaTraining, target: Transformer, job: DrafterJob) -> None:

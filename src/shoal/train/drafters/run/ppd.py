@@ -24,8 +24,6 @@ from shoal.train.drafters.protocols import TargetRows
 if TYPE_CHECKING:
     from shoal.train.drafters.ppd import PpdTraining
 
-__all__ = ["PromptLearner", "behind"]
-
 
 class _Context(KVCache):
     """Keys and values of a text, before those of rows that hang behind it and are not kept."""
@@ -75,7 +73,6 @@ class PromptLearner:
     """The embeddings of prompt tokens learn what the target says later.
 
     Args:
-        part: the options.
         target: stands still.
         seed: of the first embeddings and of the places.
     """

@@ -13,20 +13,12 @@ from shoal.train.peft.run.sites import Site
 if TYPE_CHECKING:
     from shoal.train.peft.adalora import AdaLora
 
-__all__ = ["RankBudget", "Triplets"]
-
 # As Hugging Face's library has it, so that the same numbers give the same outputs.
 _EPSILON = 1e-5
 
 
 class Triplets(LowRankPart):
-    """W + (alpha / r) B diag(E) A; E begins with zeros.
-
-    Args:
-        site: what it is beside.
-        method: its options.
-        seed: of A and B.
-    """
+    """W + (alpha / r) B diag(E) A; E begins with zeros."""
 
     kept: Tensor
 
@@ -46,11 +38,9 @@ class Triplets(LowRankPart):
             self.register_buffer(f"spread_{name}", torch.zeros_like(like))
 
     def pair(self) -> tuple[Tensor, Tensor, float]:
-        """Q scaled by E, and P."""
         return self.lora_A * self.lora_E, self.lora_B, self.scale
 
     def files(self) -> dict[str, Tensor]:
-        """As Hugging Face calls them."""
         return {"lora_A": self.lora_A, "lora_B": self.lora_B, "lora_E": self.lora_E}
 
     def crooked(self) -> Tensor:
@@ -84,9 +74,6 @@ class Triplets(LowRankPart):
 
 class RankBudget(nn.Module):
     """Deals the ranks of all matrices.
-
-    Args:
-        method: its options.
 
     Attributes:
         matrices: whose ranks it deals.

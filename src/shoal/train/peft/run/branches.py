@@ -21,17 +21,6 @@ from shoal.train.peft.run.low_rank import drawn
 if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = [
-    "BlockBranch",
-    "Bottleneck",
-    "ComposedBottleneck",
-    "DroppedBottleneck",
-    "SharedFactors",
-    "find_branches",
-    "hook",
-    "num_blocks",
-]
-
 _ATTRIBUTE = "finetuned"
 
 
@@ -41,7 +30,6 @@ class BlockBranch:
 
     Args:
         name: as patterns and files call it.
-        path: of its module.
         width: of the stream that it reads and adds to, D.
         layer: number of its block.
     """
@@ -90,7 +78,7 @@ def find_branches(model: nn.Module, targets: str, where: str) -> list[BlockBranc
     for branch in chosen:
         if hasattr(model.get_submodule(branch.path), _ATTRIBUTE):
             raise ConfigError(
-                f"{where}: {branch.name} is changed by a method already; remove that one, or give "
+                f"{where}: {branch.name} is already changed by a method; remove that one, or give "
                 "a hybrid method such as unipelt or mam"
             )
     return chosen
@@ -120,11 +108,7 @@ class Bottleneck(nn.Module):
     """up(gelu(down(.))), zero at first.
 
     Args:
-        branch: what it is on.
-        bottleneck: its width.
-        seed: of the first matrix.
         beside: it reads the inputs of the branch, not the outputs.
-        scale: of what is added.
     """
 
     def __init__(
@@ -162,10 +146,7 @@ class DroppedBottleneck(Bottleneck):
     """One that the first blocks leave out.
 
     Args:
-        branch: what it is on.
-        bottleneck: its width.
         drop: blocks that leave it out; in training up to so many.
-        seed: of its matrix and of the draws.
     """
 
     def __init__(self, branch: BlockBranch, bottleneck: int, *, drop: int, seed: int) -> None:
@@ -178,7 +159,6 @@ class DroppedBottleneck(Bottleneck):
         self._now = int(integers)
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
-        """Outputs of the branch, changed if this block has an adapter now."""
         without = self._now if self.training else self._drop
         return out if self.layer < without else super().forward(x, out)
 
@@ -188,7 +168,6 @@ class SharedFactors(nn.Module):
 
     Args:
         n: how many, and their size.
-        seed: of their values.
     """
 
     def __init__(self, n: int, seed: int) -> None:
@@ -202,11 +181,8 @@ class ComposedBottleneck(Bottleneck):
     """One whose matrices are sums of Kronecker products.
 
     Args:
-        branch: what it is on.
-        bottleneck: its width.
         rules: the first factors.
         rank: of the second factors.
-        seed: of what is drawn.
     """
 
     def __init__(
@@ -227,7 +203,6 @@ class ComposedBottleneck(Bottleneck):
         )
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """Both sums, multiplied out."""
         rules = self._rules[0]
         return (
             composed(rules.down, self.down_s @ self.down_t),

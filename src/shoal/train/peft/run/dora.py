@@ -9,19 +9,12 @@ from torch import Tensor, nn
 from shoal.train.peft.run.low_rank import LowRank
 from shoal.train.peft.run.sites import Site, SiteRows
 
-__all__ = ["DoraPart"]
-
 
 class DoraPart(LowRank):
     """m (W + scale B A) / |W + scale B A|, lengths of rows.
 
     Args:
-        site: what it is beside.
         rows: the base, whose lengths the magnitudes begin with.
-        r: rank.
-        scale: of the product.
-        dropout: as of LoRA.
-        seed: of A.
     """
 
     def __init__(
@@ -36,7 +29,6 @@ class DoraPart(LowRank):
         return length
 
     def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
-        """The base's output and the product, each output to its magnitude."""
         with torch.no_grad():
             length = self._length(rows.weight.detach())
         factor = (self.lora_magnitude_vector / length).to(out.dtype)
@@ -48,11 +40,9 @@ class DoraPart(LowRank):
         return out + (factor - 1) * plain + factor * product.to(out.dtype) * self.scale
 
     def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
-        """The whole formula."""
         weight = rows.weight.float()
         factor = self.lora_magnitude_vector / self._length(weight)
         return factor.unsqueeze(1) * (weight + self.delta()), None
 
     def files(self) -> dict[str, Tensor]:
-        """As Hugging Face calls them."""
         return super().files() | {"lora_magnitude_vector": self.lora_magnitude_vector}

@@ -8,19 +8,13 @@ from shoal.core.random import generator
 from shoal.train.peft.run.low_rank import LowRank
 from shoal.train.peft.run.sites import Site
 
-__all__ = ["DyLowRank"]
-
 
 class DyLowRank(LowRank):
     """W + (alpha / b) B[:, :b] A[:b].
 
     Args:
-        site: what it is beside.
-        r: largest rank.
         alpha: scale times rank.
         use: rank outside of training.
-        dropout: as of LoRA.
-        seed: of A, and of the ranks.
     """
 
     def __init__(
@@ -34,6 +28,5 @@ class DyLowRank(LowRank):
         self.now = int(generator(self._seed, purpose="dylora", step=step).integers(1, self.r + 1))
 
     def pair(self) -> tuple[Tensor, Tensor, float]:
-        """The first ranks."""
         rank = self.now if self.training else self.use
         return self.lora_A[:rank], self.lora_B[:, :rank], self.alpha / rank

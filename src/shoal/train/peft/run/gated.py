@@ -16,18 +16,9 @@ from shoal.train.peft.run.sites import Site, SiteRows
 if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["GatedBottleneck", "GatedLowRank", "gate_prefix"]
-
 
 class GatedLowRank(LowRank):
-    """W x + g(x) * scale * B A x, g between 0 and 1.
-
-    Args:
-        site: what it is beside.
-        r: rank.
-        scale: of the product.
-        seed: of A.
-    """
+    """W x + g(x) * scale * B A x, g between 0 and 1."""
 
     def __init__(self, site: Site, r: int, scale: float, *, seed: int) -> None:
         super().__init__(site, r, scale, seed=seed, where="finetune.unipelt.r")
@@ -35,25 +26,17 @@ class GatedLowRank(LowRank):
         self.gate_bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
-        """Base and gated product."""
         given = x.to(self.lora_A.dtype)
         opened = torch.sigmoid(F.linear(given, self.gate, self.gate_bias))
         product = F.linear(F.linear(given, self.lora_A), self.lora_B) * opened
         return out + product.to(out.dtype) * self.scale
 
     def files(self) -> dict[str, Tensor]:
-        """The pair and the gate."""
         return super().files() | {"gate": self.gate, "gate_bias": self.gate_bias}
 
 
 class GatedBottleneck(Bottleneck):
-    """An adapter behind a gate.
-
-    Args:
-        branch: what it is on.
-        bottleneck: its width.
-        seed: of its first matrix.
-    """
+    """An adapter behind a gate."""
 
     def __init__(self, branch: BlockBranch, bottleneck: int, *, seed: int) -> None:
         super().__init__(branch, bottleneck, seed=seed)

@@ -19,8 +19,6 @@ from shoal.train.peft.run.sites import Site, SitePart, SiteRows
 if TYPE_CHECKING:
     from shoal.train.peft.diff_pruning import DiffPruning
 
-__all__ = ["GatedChange"]
-
 # The stretched interval of a gate and its temperature, as published.
 _LOW, _HIGH, _HEAT = -0.1, 1.1, 2 / 3
 # Gates begin nearly open.
@@ -28,13 +26,7 @@ _OPEN = 2.0
 
 
 class GatedChange(SitePart):
-    """W + z * w.
-
-    Args:
-        site: what it is on.
-        method: its options.
-        seed: of the gates' draws.
-    """
+    """W + z * w."""
 
     kept: Tensor
     fixed: Tensor
@@ -99,12 +91,10 @@ class GatedChange(SitePart):
         return self.change * self._opened(draw)
 
     def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
-        """The changed product."""
         bias = rows.bias
         return F.linear(x, (rows.weight + self.delta()).to(x.dtype), bias)
 
     def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
-        """The sum."""
         before = self.training
         self.train(False)
         try:

@@ -16,18 +16,13 @@ from shoal.train.peft.run.sites import AdaptedLinear, Site, SitePart, SiteRows, 
 if TYPE_CHECKING:
     from shoal.train.loop import RankTrainer, StepMethod
 
-__all__ = ["ModelPeftHandle"]
-
 
 class ModelPeftHandle:
     """A method at work in a model: what is trained, what is stored, and the way back.
 
     Args:
-        model: what the method is put into.
-        name: of the method.
         method: the part, whose fields are its options.
         targets: what was matched, if other than the option.
-        mergeable: whether it can be merged.
 
     Attributes:
         looks: batches that the method looks at before the first step.

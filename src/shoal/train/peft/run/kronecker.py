@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from shoal.train.peft.run.low_rank import drawn
 from shoal.train.peft.run.sites import Site, SitePart, SiteRows
 
-__all__ = ["Kronecker"]
-
 
 class Kronecker(SitePart):
     """W + scale * (B kron A).
@@ -17,8 +15,6 @@ class Kronecker(SitePart):
     Args:
         site: what it is beside, [O, I].
         shape: of A [a, c], whose sides divide O and I; B is [O / a, I / c].
-        scale: of the product.
-        seed: of A.
     """
 
     def __init__(self, site: Site, shape: tuple[int, int], scale: float, seed: int) -> None:
@@ -36,5 +32,4 @@ class Kronecker(SitePart):
         return out + product.to(out.dtype) * self.scale
 
     def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
-        """The sum, multiplied out."""
         return rows.weight + torch.kron(self.krona_B, self.krona_A) * self.scale, None

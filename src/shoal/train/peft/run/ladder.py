@@ -19,18 +19,9 @@ from shoal.train.peft.run.low_rank import drawn
 if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["SideNetwork", "beside"]
-
 
 class SideNetwork(nn.Module):
-    """The side stream h: h = m h + (1 - m) rung(x), then h = h + block(h), for every block.
-
-    Args:
-        hidden: D.
-        layers: L.
-        width: S.
-        seed: of what is drawn.
-    """
+    """The side stream h: h = m h + (1 - m) rung(x), then h = h + block(h), for every block."""
 
     def __init__(self, hidden: int, layers: int, width: int, seed: int) -> None:
         super().__init__()

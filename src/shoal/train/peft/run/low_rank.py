@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
 from shoal.core.random import seed64
+from shoal.model.recompute import own
 from shoal.train.peft.run.sites import Site, SitePart, SiteRows, back, product
-
-__all__ = ["LowRank", "LowRankPart", "drawn", "fits", "fused"]
 
 
 def drawn(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
@@ -66,7 +65,6 @@ class LowRankPart(SitePart):
         return not (self.dropout and self.training)
 
     def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
-        """Base and product."""
         down, up, scale = self.pair()
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
         return out + F.linear(F.linear(dropped.to(down.dtype), down), up).to(out.dtype) * scale
@@ -77,7 +75,6 @@ class LowRankPart(SitePart):
         return (up @ down) * scale
 
     def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
-        """The sum."""
         return rows.weight + self.delta(), None
 
 
@@ -85,12 +82,7 @@ class LowRank(LowRankPart):
     """A is drawn and B is zero, and both are trained.
 
     Args:
-        site: what it is beside.
-        r: rank.
-        scale: of the product.
-        dropout: share of the inputs of A that is dropped in training.
         frozen_a: A stands still.
-        seed: of A.
 
     Raises:
         ConfigError: the rank is more than the matrix has.
@@ -117,7 +109,6 @@ class LowRank(LowRankPart):
         self.lora_B = nn.Parameter(torch.zeros(site.rows, r))
 
     def pair(self) -> tuple[Tensor, Tensor, float]:
-        """A [R, I], B [O, R] and the factor of their product, as they are now."""
         return self.lora_A, self.lora_B, self.scale
 
     def files(self) -> dict[str, Tensor]:
@@ -138,7 +129,7 @@ class _Products(torch.autograd.Function):
         *pairs: Tensor,
     ) -> Tensor:
         downs, ups = pairs[::2], pairs[1::2]
-        out = product(base, x_NI, bias)
+        out = own(product(base, x_NI, bias))
         down = downs[0] if len(downs) == 1 else torch.cat(downs)
         inner_NR = x_NI @ down.t()
         at = 0

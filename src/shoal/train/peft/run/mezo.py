@@ -21,17 +21,12 @@ if TYPE_CHECKING:
     from shoal.train.loop import RankTrainer, StepMethod
     from shoal.train.peft.mezo import MeZO
 
-__all__ = ["ZerothOrder"]
-
 
 class ZerothOrder(ModelPeftHandle):
     """The weights of a model, changed along drawn directions.
 
     Args:
-        model: whose weights.
-        method: its options.
         targets: patterns of parameter names.
-        seed: of the directions.
 
     Raises:
         ConfigError: the patterns match nothing.
@@ -49,7 +44,6 @@ class ZerothOrder(ModelPeftHandle):
         self.moves: list[float] = []
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The weights."""
         return dict(self._weights)
 
     def state(self) -> dict[str, Tensor]:
@@ -60,7 +54,6 @@ class ZerothOrder(ModelPeftHandle):
         }
 
     def buffers(self) -> dict[str, Tensor]:
-        """The same, for a run that goes on."""
         return self.state()
 
     def restore(self, get: Callable[[str], Tensor]) -> None:
@@ -119,7 +112,6 @@ class ZerothOrder(ModelPeftHandle):
         return (above + below) / 2, slope
 
     def step_method(self, trainer: RankTrainer) -> StepMethod:
-        """By forward passes alone."""
         return partial(self._step, trainer)
 
     def _step(self, trainer: RankTrainer, step: TrainStep, rows: ReplicaSequences) -> None:
@@ -150,7 +142,6 @@ class ZerothOrder(ModelPeftHandle):
         """Nothing."""
 
     def keep_merged(self) -> nn.Module:
-        """The model."""
         return self.model
 
     @torch.no_grad()

@@ -22,12 +22,11 @@ from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.dispatch import kernels_of
 from shoal.kernel.formats.normal import nearest_codes, numbers
 from shoal.kernel.protocols import PackedMatrix, Ready
+from shoal.train.peft.run.sites import FrozenLinear, all_sites
 
 if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site
-
-__all__ = ["NF4Linear", "dequantise", "loftq", "quantise", "to_nf4"]
 
 # Scales that share one of their own.
 _SCALES = 256
@@ -88,21 +87,7 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
         return both.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1)
 
 
-class _Product(torch.autograd.Function):
-    """x W^T + b; W is made tile by tile for the product, and again for the gradient of x."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, layer: NF4Linear, bias: Tensor | None) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.layer = layer
-        return layer.product(x, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
-        return ctx.layer.back(grad), None, None
-
-
-class NF4Linear(nn.Module):
+class NF4Linear(FrozenLinear):
     """A linear layer whose weights are kept in NF4.
 
     Rows in bf16 are multiplied by the 4-bit kernel where the CPU has it: codes then lie in the
@@ -121,15 +106,13 @@ class NF4Linear(nn.Module):
     laid: Tensor | None
 
     def __init__(self, linear: nn.Linear, block: int) -> None:
-        super().__init__()
-        self.out_features, self.in_features = linear.out_features, linear.in_features
+        super().__init__(linear)
         if linear.weight.numel() % max(2, block) or block % 2:
             raise ConfigError(
                 f"finetune.qlora.block = {block}: a matrix of {linear.out_features} x "
                 f"{linear.in_features} is no multiple of it; give an even divisor"
             )
         self.block = block
-        self.bias = linear.bias
         for name, tensor in to_nf4(linear.weight, block).items():
             self.register_buffer(name, tensor)
         self.register_buffer("laid", None)
@@ -137,7 +120,6 @@ class NF4Linear(nn.Module):
         self._segment = 0
 
     def dense(self) -> Tensor:
-        """The weight [O, I] in fp32, made anew."""
         if self.in_features % self.block:
             packed = {name: getattr(self, name) for name in ("codes", "scales", "steps", "mean")}
             return dequantise(packed, (self.out_features, self.in_features))
@@ -147,16 +129,6 @@ class NF4Linear(nn.Module):
     def nbytes(self) -> int:
         """Bytes that the weights take."""
         return sum(buffer.nbytes for buffer in self.buffers())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., O]."""
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        with torch.autocast(kind, enabled=False):
-            out: Tensor = _Product.apply(x, self, bias)  # type: ignore[no-untyped-call]
-        return out
 
     @torch.no_grad()
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -243,8 +215,6 @@ def _cut(size: int, most: int, whole: int) -> Iterator[slice]:
 
 def _owners(handle: ModelPeftHandle) -> list[str]:
     """Every linear layer of the model's blocks, by path."""
-    from shoal.train.peft.run.sites import all_sites
-
     owners = list(dict.fromkeys(site.owner for site in all_sites(handle.model)))
     return [
         owner

@@ -14,8 +14,6 @@ from shoal.train.peft.run.handle import ModelPeftHandle
 if TYPE_CHECKING:
     from shoal.train.peft.offsite import Offsite
 
-__all__ = ["OffsiteEmulator", "kept_of"]
-
 
 def kept_of(count: int, share: float) -> list[int]:
     """Which of so many blocks stay, evenly from the first to the last."""
@@ -27,10 +25,6 @@ def kept_of(count: int, share: float) -> list[int]:
 
 class OffsiteEmulator(ModelPeftHandle):
     """Copies of the blocks at both ends are trained; the model's own are not touched.
-
-    Args:
-        model: any with a list of blocks.
-        method: says which.
 
     Raises:
         ConfigError: there is no block between the ends.
@@ -66,7 +60,6 @@ class OffsiteEmulator(ModelPeftHandle):
         self.is_merged = True
 
     def unmerge(self) -> None:
-        """Leave blocks out again."""
         self._show(self._thin)
         self.is_merged = False
 

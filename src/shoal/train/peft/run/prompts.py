@@ -31,8 +31,6 @@ from shoal.train.peft.run.low_rank import drawn
 if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["PrefixTokens", "PromptEmbeddings", "prefix", "prompt", "sizes"]
-
 Source = Callable[[int, torch.dtype], tuple[Tensor, Tensor]]
 """Layer and dtype -> keys, already turned, and values [m, K, d]."""
 
@@ -41,10 +39,7 @@ class PrefixTokens(nn.Module):
     """Keys and values of all layers, made by a perceptron while they are trained if so wanted.
 
     Args:
-        model: they are for.
-        tokens: m.
         projection: width of the perceptron, or 0.
-        seed: of their values.
     """
 
     def __init__(self, model: nn.Module, tokens: int, projection: int, seed: int) -> None:
@@ -92,8 +87,6 @@ class PromptEmbeddings(nn.Module):
     """Embeddings.
 
     Args:
-        model: they are for.
-        tokens: m.
         seed: draws the tokens whose embeddings they begin with.
     """
 

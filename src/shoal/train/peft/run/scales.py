@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from shoal.train.peft.run.sites import Site, SitePart, SiteRows
 
-__all__ = ["InputScale", "OutputScale", "ScaleShift", "Shift"]
-
 
 class OutputScale(SitePart):
     """A factor for each output of a site; source: (IA)^3."""
@@ -18,11 +16,9 @@ class OutputScale(SitePart):
         self.ia3_l = nn.Parameter(torch.ones(site.rows, 1))
 
     def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
-        """Scaled outputs."""
         return out * self.ia3_l.view(-1).to(out.dtype)
 
     def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
-        """Scaled rows."""
         bias = rows.bias
         return rows.weight * self.ia3_l, None if bias is None else bias * self.ia3_l.view(-1)
 
@@ -37,11 +33,9 @@ class InputScale(SitePart):
         self.ia3_l = nn.Parameter(torch.ones(1, site.columns))
 
     def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
-        """The base of scaled inputs."""
         return rows.linear(x * self.ia3_l.view(-1).to(x.dtype))
 
     def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
-        """Scaled columns."""
         return rows.weight * self.ia3_l, None
 
 
@@ -54,11 +48,9 @@ class ScaleShift(SitePart):
         self.shift = nn.Parameter(torch.zeros(site.rows))
 
     def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
-        """Scaled and shifted outputs."""
         return out * self.scale.to(out.dtype) + self.shift.to(out.dtype)
 
     def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
-        """Both in weight and bias."""
         bias = rows.bias
         moved = self.shift if bias is None else bias * self.scale + self.shift
         return rows.weight * self.scale.unsqueeze(1), moved
@@ -72,10 +64,8 @@ class Shift(SitePart):
         self.shift = nn.Parameter(torch.zeros(site.rows))
 
     def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
-        """Shifted outputs."""
         return out + self.shift.to(out.dtype)
 
     def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
-        """The sum of both biases."""
         bias = rows.bias
         return rows.weight, self.shift if bias is None else bias + self.shift

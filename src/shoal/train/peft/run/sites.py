@@ -18,22 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.core.errors import ConfigError, nearest
+from shoal.core.errors import ConfigError, suggestion
 from shoal.train.peft.base import matches
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
-
-__all__ = [
-    "AdaptedLinear",
-    "Site",
-    "SitePart",
-    "SiteRows",
-    "all_sites",
-    "back",
-    "find_sites",
-    "product",
-]
 
 
 @dataclass(frozen=True)
@@ -45,7 +34,6 @@ class Site:
         owner: path of the module that multiplies with it.
         start: its first row in the matrix of the module.
         stop: behind its last row.
-        columns: inputs.
         alone: it is the whole matrix.
     """
 
@@ -112,6 +100,50 @@ def back(base: nn.Module, grad: Tensor) -> Tensor:
     return tensor
 
 
+class _Product(torch.autograd.Function):
+    """x W^T + b, that keeps neither x nor W: the layer makes W again for the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
+        ctx.layer = layer
+        return product(layer, x, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return back(ctx.layer, grad), None, None
+
+
+class FrozenLinear(nn.Module):
+    """Base of linear layers that stand still and whose matrix is not there whole.
+
+    One has ``dense``, the matrix made anew, and may have ways of its own to ``product`` and
+    ``back``.
+
+    Args:
+        linear: whose product it makes; its bias stays as it is.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.out_features, self.in_features = linear.out_features, linear.in_features
+        self.bias = linear.bias
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The weight [O, I], made anew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        with torch.autocast(kind, enabled=False):
+            out: Tensor = _Product.apply(x, self, bias)  # type: ignore[no-untyped-call]
+        return out
+
+
 class SitePart(nn.Module):
     """What a method puts beside one site.
 
@@ -176,7 +208,7 @@ class AdaptedLinear(nn.Module):
         """
         if site.leaf in self.parts:
             raise ConfigError(
-                f"finetune: {site.name} is changed by a method already; remove that one, or give "
+                f"finetune: {site.name} is already changed by a method; remove that one, or give "
                 "a hybrid method such as unipelt or mam"
             )
         self.parts[site.leaf] = part
@@ -273,9 +305,8 @@ def find_sites(model: nn.Module, targets: str, where: str) -> list[Site]:
     chosen = [site for site in every if matches(site.name, targets)]
     if not chosen:
         leaves = sorted({site.leaf for site in every})
-        hint = nearest(targets.rpartition(".")[2], leaves)
         raise ConfigError(
             f"{where} = {targets!r}: matches no linear layer; there are *.{', *.'.join(leaves)}"
-            + (f"; {hint}" if hint else "")
+            + suggestion(targets.rpartition(".")[2], leaves)
         )
     return chosen

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from shoal.train.peft.run.sites import Site, SitePart, SiteRows
 
-__all__ = ["SparsePart"]
-
 
 class _Sparse(torch.autograd.Function):
     """x (W + changes)^T + b, whose gradient is of x and of the changes."""
@@ -48,10 +46,6 @@ class _Sparse(torch.autograd.Function):
 
 class SparsePart(SitePart):
     """W, some entries of which are changed.
-
-    Args:
-        site: what it is on.
-        k: entries.
 
     Attributes:
         looking: sums of squared gradients [O, I] while entries are being chosen.
@@ -84,12 +78,11 @@ class SparsePart(SitePart):
 
     def whole(self, rows: SiteRows, values: Tensor) -> Tensor:
         """The changed matrix, a copy."""
-        weight = rows.weight.detach().clone()
-        weight.view(-1).index_add_(0, self.places, values.detach().to(weight.dtype))
+        weight = rows.weight.detach().to(values.dtype, copy=True)
+        weight.view(-1).index_add_(0, self.places, values.detach())
         return weight
 
     def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
-        """The changed product."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
@@ -99,9 +92,7 @@ class SparsePart(SitePart):
         return made
 
     def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
-        """The changed matrix."""
         return self.whole(rows, self.values), None
 
     def files(self) -> dict[str, Tensor]:
-        """Changes and places."""
         return {"values": self.values, "places": self.places}

@@ -17,16 +17,12 @@ from shoal.model.transformer import Transformer
 if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["OwnStreams"]
-
 
 class OwnStreams(nn.Module):
     """What a handle knows of a model's streams; the parameters themselves are the model's.
 
     Args:
-        handle: of the method, whose model gets them.
         streams: how many, and their prefixes.
-        seed: of what is drawn.
         fewer: every other step computes fewer of them.
 
     Raises:

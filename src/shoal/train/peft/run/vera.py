@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from shoal.train.peft.run.low_rank import LowRankPart, drawn
 from shoal.train.peft.run.sites import Site
 
-__all__ = ["VectorPart", "shared_pair"]
-
 
 def shared_pair(r: int, rows: int, columns: int, seed: int) -> dict[str, Tensor]:
     """A [r, columns] and B [rows, r], drawn for all sites; each uses what it needs of them."""
@@ -25,11 +23,8 @@ class VectorPart(LowRankPart):
     """W + diag(b) B diag(d) A.
 
     Args:
-        site: what it is beside.
-        r: rank.
         initial: of d.
         shared: ``vera_A`` and ``vera_B``.
-        dropout: share of the inputs that is dropped in training.
     """
 
     def __init__(
@@ -41,7 +36,6 @@ class VectorPart(LowRankPart):
         self._shared, self._shape = shared, (site.rows, site.columns)
 
     def pair(self) -> tuple[Tensor, Tensor, float]:
-        """The drawn pair, scaled."""
         rows, columns = self._shape
         device = self.vera_lambda_d.device
         down = self._shared["vera_A"][:, :columns].to(device)

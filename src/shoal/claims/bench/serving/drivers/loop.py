@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Generate", "main"]
-
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
 """Prompts, and the number of new tokens of each, to the new tokens."""
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from loop import Generate, main
 
-from shoal import __version__
 from shoal.core.config import parse
+from shoal.core.version import __version__
 from shoal.ir import Request, SamplingParams, ServeJob
 from shoal.serve.engine.build import build_engine
 from shoal.serve.ranks.spinning import spin_briefly

@@ -9,8 +9,6 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Hard"]
-
 
 @part
 class Hard:
@@ -24,11 +22,9 @@ class Hard:
     def inputs(
         self, masks_BWD: Tensor, last_BWV: Tensor, embedding_VD: Tensor, step_B: Tensor
     ) -> Tensor:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Iteration`."""
         return masks_BWD
 
     def bar(self, threshold: float, step_B: Tensor) -> Tensor:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Iteration`."""
         import torch
 
         return torch.full(step_B.shape, threshold, dtype=torch.float64, device=step_B.device)

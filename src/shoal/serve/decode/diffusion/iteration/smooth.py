@@ -14,8 +14,6 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Smooth"]
-
 
 @part
 class Smooth:
@@ -46,12 +44,10 @@ class Smooth:
     def inputs(
         self, masks_BWD: Tensor, last_BWV: Tensor, embedding_VD: Tensor, step_B: Tensor
     ) -> Tensor:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Iteration`."""
         weight_B = (self.weight + self.growth * step_B.double()).clamp(max=self.most) * (step_B > 0)
         weight_B11 = weight_B[:, None, None].to(masks_BWD.dtype)
         thought_BWD = last_BWV.softmax(-1).to(embedding_VD.dtype) @ embedding_VD
         return (1 - weight_B11) * masks_BWD + weight_B11 * thought_BWD
 
     def bar(self, threshold: float, step_B: Tensor) -> Tensor:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Iteration`."""
         return (self.bar_from - self.bar_step * step_B.double()).clamp(min=threshold)

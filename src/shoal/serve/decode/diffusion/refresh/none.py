@@ -9,13 +9,10 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from shoal.serve.decode.diffusion.protocols import Window
 
-__all__ = ["NoCache"]
-
 
 @part
 class NoCache:
     """Exact, and as dear as the request is long."""
 
     def window(self, block: Window, length: int, step: int) -> Window:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Refresh`."""
         return 0, length

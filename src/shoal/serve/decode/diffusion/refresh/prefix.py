@@ -12,13 +12,10 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from shoal.serve.decode.diffusion.protocols import Window
 
-__all__ = ["PrefixRefresh"]
-
 
 @part
 class PrefixRefresh:
     """The block and all behind it are computed; what is before it, when the block begins."""
 
     def window(self, block: Window, length: int, step: int) -> Window:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Refresh`."""
         return (0, length) if step == 0 else (block[0], length)

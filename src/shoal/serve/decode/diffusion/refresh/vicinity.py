@@ -14,8 +14,6 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from shoal.serve.decode.diffusion.protocols import Window
 
-__all__ = ["VicinityRefresh"]
-
 
 @part
 class VicinityRefresh:
@@ -36,7 +34,6 @@ class VicinityRefresh:
     every: Annotated[int, Ge(0)] = 0
 
     def window(self, block: Window, length: int, step: int) -> Window:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Refresh`."""
         if step < self.warmup or (self.every and step % self.every == 0):
             return 0, length
         return max(0, block[0] - self.a), min(length, block[1] + self.b)

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from shoal.serve.decode.diffusion.protocols import UnmaskState
 
-__all__ = ["best_place", "guesses"]
-
 
 def guesses(logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState) -> tuple[Tensor, Tensor]:
     """Tokens [B, W] and how sure the model is of each [B, W]; -1 where nothing is masked."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from shoal.serve.decode.diffusion.protocols import UnmaskState
 
-__all__ = ["Credit"]
-
 
 @part
 class Credit:
@@ -43,7 +41,6 @@ class Credit:
     def select(
         self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         import torch
 
         if state.memory is None:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from shoal.serve.decode.diffusion.protocols import UnmaskState
 
-__all__ = ["Factor"]
-
 
 @part
 class Factor:
@@ -36,7 +34,6 @@ class Factor:
     def select(
         self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         import torch
 
         token_BW, sure_BW = guesses(logits_BWV, masked_BW, state)

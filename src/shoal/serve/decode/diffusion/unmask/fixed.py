@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from shoal.serve.decode.diffusion.protocols import UnmaskState
 
-__all__ = ["Fixed"]
-
 
 @part
 class Fixed:
@@ -36,7 +34,6 @@ class Fixed:
     def select(
         self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         token_BW, sure_BW = guesses(logits_BWV, masked_BW, state)
         steps_B = state.size if self.steps is None else state.size.clamp(max=self.steps)
         count_B = state.size // steps_B + (state.step < state.size % steps_B)

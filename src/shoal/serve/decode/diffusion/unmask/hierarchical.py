@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from shoal.serve.decode.diffusion.protocols import UnmaskState
 
-__all__ = ["Hierarchical"]
-
 
 @part
 class Hierarchical:
@@ -46,7 +44,6 @@ class Hierarchical:
     def select(
         self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         import torch
 
         token_BW, sure_BW = guesses(logits_BWV, masked_BW, state)

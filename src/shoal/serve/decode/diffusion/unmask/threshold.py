@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from shoal.serve.decode.diffusion.protocols import UnmaskState
 
-__all__ = ["Threshold"]
-
 
 @part
 class Threshold:
@@ -33,7 +31,6 @@ class Threshold:
     def select(
         self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         token_BW, sure_BW = guesses(logits_BWV, masked_BW, state)
         chosen_BW = (sure_BW >= state.bar(self.tau)[:, None]) & masked_BW
         return token_BW, chosen_BW | best_place(sure_BW, masked_BW)

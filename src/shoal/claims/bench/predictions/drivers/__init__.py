@@ -1,0 +1,1 @@
+"""drivers: programs that run in the environments of peers."""

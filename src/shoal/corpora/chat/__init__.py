@@ -1,0 +1,1 @@
+"""chat: conversations as documents whose loss is on what the assistant writes."""
