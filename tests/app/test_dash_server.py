@@ -343,7 +343,7 @@ def test_in_a_real_browser(
         serve.shutdown()
         serve.server_close()
         page.get_by_text("does not answer").wait_for()
-        assert page.get_by_text("what is drawn is from before").is_visible()
+        page.get_by_text("the charts show earlier values").wait_for()
         _again(serve, port)
         page.get_by_text("✓ ready").wait_for()
         assert page.evaluate("window.same") is True
