@@ -69,34 +69,34 @@ def finish(path: Path, table: dict[str, Any], rows: list[Row], *, dry: bool) -> 
     record(rows)
 
 
+def _place(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Of a row on file: a name has one for every kind of processor."""
+    return row["name"], row["machine"]["cpu"], row["machine"]["isa"]
+
+
 def record(rows: list[Row]) -> None:
-    """Put rows into the results file; rows of the same name are replaced."""
+    """Put rows into the results file; rows of that name and of this kind of processor go."""
     old = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    date = time.strftime("%Y-%m-%d")
+    taken = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "machine": fingerprint(),
+        "versions": versions(),
+    }
     fresh = [
         {
             **{key: value for key, value in asdict(row).items() if value is not None},
             "holds": row.holds,
-            "date": date,
-            "commit": commit,
+            **taken,
         }
         for row in rows
     ]
-    names = {row.name for row in rows}
-    kept = [row for row in old if row["name"] not in names]
-    write_json(
-        RESULTS,
-        {
-            "machine": fingerprint(),
-            "versions": versions(),
-            "date": date,
-            "commit": commit,
-            "rows": sorted([*kept, *fresh], key=lambda row: row["name"]),
-        },
-    )
+    replaced = {_place(row) for row in fresh}
+    kept = [row for row in old if _place(row) not in replaced]
+    write_json(RESULTS, {"rows": sorted([*kept, *fresh], key=_place)})
     for row in rows:
         verdict = "holds" if row.holds else "FALLS SHORT"
         print(

@@ -109,34 +109,41 @@ def _place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-BENCHMARKS = {
-    "machine": {"cpu": "A CPU", "cores": "2", "memory_bytes": str(8 * 2**30)},
+TAKEN = {
+    "machine": {"cpu": "A CPU", "isa": "avx2", "cores": "2", "memory_bytes": str(8 * 2**30)},
     "date": "2026-01-02",
     "commit": "0123456789abcdef",
-    "rows": [
-        {"name": "speed | peer", "value": 1.234, "unit": "x", "threshold": 1.0,
-         "comparison": ">=", "holds": True, "note": "interleaved"},
-        {"name": "error", "value": 0.5, "unit": "", "threshold": 0.1, "comparison": "<=",
-         "holds": False, "note": ""},
-        {"name": "count", "value": 12345678, "unit": "B", "threshold": None, "comparison": None,
-         "holds": None, "note": ""},
-    ],
-}  # fmt: skip
+}
+OTHER = {**TAKEN, "machine": {**TAKEN["machine"], "isa": "avx2 avx512_bf16 amx_bf16"}}
+ROWS = [
+    {"name": "speed | peer", "value": 1.234, "unit": "x", "threshold": 1.0, "comparison": ">=",
+     "holds": True, "note": "interleaved", **TAKEN},
+    {"name": "error", "value": 0.5, "unit": "", "threshold": 0.1, "comparison": "<=",
+     "holds": False, "note": "", **TAKEN},
+    {"name": "count", "value": 12345678, "unit": "B", "threshold": None, "comparison": None,
+     "holds": None, "note": "", **TAKEN},
+    {"name": "error", "value": 0.05, "unit": "", "threshold": 0.1, "comparison": "<=",
+     "holds": True, "note": "", **OTHER, "date": "2026-01-01"},
+]  # fmt: skip
 
 
 def test_benchmarks_become_a_table(tmp_path: Path) -> None:
     root = _place(tmp_path)
-    (root / "results" / "benchmarks.json").write_text(json.dumps(BENCHMARKS))
+    (root / "results" / "benchmarks.json").write_text(json.dumps({"rows": ROWS}))
     results = script("results")
     assert results.main(["--check"], root) == 1
     assert results.main([], root) == 0
     assert results.main(["--check"], root) == 0
     text = (root / "docs" / "results.md").read_text()
     assert text.startswith("# Title") and text.endswith("End.\n")
-    assert "Measured on 2026-01-02 at commit `0123456789ab`: A CPU, 2 cores, 8 GiB." in text
-    assert "| speed \\| peer | 1.234 x | >= 1 x | yes | interleaved |" in text
-    assert "| error | 0.5 | <= 0.1 | **no** |  |" in text
-    assert "| count | 12,345,678 B |  |  |  |" in text
+    vectors, tiles = (
+        text.index(f"## Benchmarks on A CPU, 2 cores, 8 GiB, {kind}\n")
+        for kind in ("AVX2", "matrix tiles (AMX)")
+    )
+    assert "| speed \\| peer | 1.234 x | >= 1 x | yes | 2026-01-02 | interleaved |" in text
+    assert vectors < text.index("| error | 0.5 | <= 0.1 | **no** | 2026-01-02 |  |") < tiles
+    assert tiles < text.index("| error | 0.05 | <= 0.1 | yes | 2026-01-01 |  |")
+    assert "| count | 12,345,678 B |  |  | 2026-01-02 |  |" in text
 
 
 def test_headlines_become_the_rows_of_the_readme(tmp_path: Path) -> None:
@@ -148,7 +155,9 @@ def test_headlines_become_the_rows_of_the_readme(tmp_path: Path) -> None:
         {"name": names[2], "value": 1.0, "unit": "", "threshold": 1, "holds": False},
         {"name": "another", "value": 3.0, "unit": "s", "threshold": None, "holds": None},
     ]
-    (root / "results" / "benchmarks.json").write_text(json.dumps({**BENCHMARKS, "rows": rows}))
+    rows = [{**row, **TAKEN} for row in rows]
+    rows.append({**rows[0], "value": 0.5, "date": "2026-01-01"})  # measured before
+    (root / "results" / "benchmarks.json").write_text(json.dumps({"rows": rows}))
     assert script("results").main([], root) == 0
     text = (root / "README.md").read_text()
     on = "2026-01-02, A CPU, 2 cores, 8 GiB"
