@@ -65,6 +65,7 @@ KERNELS = PartTable(
         "matmul_planes.cpp_vnni": "shoal.kernel.planes.cpp:Vnni",
         "matmul_planes.cpp_amx": "shoal.kernel.planes.cpp:AmxPlanes",
         "matmul_planes.triton": "shoal.kernel.planes.triton:TritonPlanes",
+        "linear_lowbit.packed": "shoal.kernel.lowbit.packed:PackedBytes",
         "linear_lowbit.bipolar": "shoal.kernel.lowbit.bipolar:BipolarLinear",
         "grouped_linear.reference": "shoal.kernel.grouped.reference:ReferenceGroupedLinear",
         "grouped_linear.loop": "shoal.kernel.grouped.loop:Loop",

@@ -11,15 +11,10 @@ inline __m512i broadcast(const void* at) {
   return _mm512_set1_epi32(word);
 }
 
-// 1, 2, 4, 8 or 16 lines in registers.
-inline int64_t power(int64_t lines) {
-  return lines <= 1 ? 1 : lines <= 2 ? 2 : lines <= 4 ? 4 : lines <= 8 ? 8 : 16;
-}
-
 template <class E>
 struct Avx {
-  static constexpr int64_t most = 64;
-  static int64_t padded(int64_t lines) { return power(lines); }
+  static constexpr int64_t most = 60, block = 12;
+  static constexpr bool even = true;
 
   const Blocks& b;
   const Rows& rows;
@@ -38,19 +33,18 @@ struct Avx {
       const uint8_t* record = segment(b, slice, g);
       const uint8_t* w = dense(b, record, codes);
       const int64_t ahead = b.sparse ? 0 : AHEAD;
-      E& engine = static_cast<E&>(*this);
-      for (int64_t block = 0; block < rows.blocks; block++) {
-        float* at = out + block * rows.R * WIDE;
-        switch (rows.R) {
-          case 1: engine.template tile<1>(w, record, block, g, at, ahead); break;
-          case 2: engine.template tile<2>(w, record, block, g, at, ahead); break;
-          case 4: engine.template tile<4>(w, record, block, g, at, ahead); break;
-          case 8: engine.template tile<8>(w, record, block, g, at, ahead); break;
-          default: engine.template tile<16>(w, record, block, g, at, ahead); break;
-        }
-      }
+      for (int64_t block = 0; block < rows.blocks; block++)
+        some_lines(w, record, block, g, out + block * rows.R * WIDE, ahead);
     }
     if (total) add(total, out, size);
+  }
+
+  template <int MB = int(block)>
+  void some_lines(const uint8_t* w, const uint8_t* record, int64_t block, int64_t g, float* out,
+                  int64_t ahead) {
+    if constexpr (MB > 1)
+      if (rows.R < MB) return some_lines<MB - 1>(w, record, block, g, out, ahead);
+    static_cast<E&>(*this).template tile<MB>(w, record, block, g, out, ahead);
   }
 };
 
@@ -66,10 +60,8 @@ struct W4A16 : Avx<W4A16> {
     const __m512i table = values_table(b);
     const char* x = room + (block * b.nseg + g) * b.seg * MB * 2;
     const int64_t eights = b.seg / 8;
-    for (int o = 0; o < 2; o++) {
-      const __m512 scale = scales(b, record, o);
-      __m512 total[MB];
-      if constexpr (MB <= 4) {
+    if constexpr (MB <= 4) {
+      for (int o = 0; o < 2; o++) {
         __m512 sum[4][MB];
         for (int s = 0; s < 4; s++)
           for (int m = 0; m < MB; m++) sum[s][m] = _mm512_setzero_ps();
@@ -87,30 +79,55 @@ struct W4A16 : Avx<W4A16> {
               sum[s][m] = _mm512_dpbf16_ps(sum[s][m], v[s],
                                            (__m512bh)broadcast(line + m * 64 + s * 4));
         }
+        const __m512 scale = scales(b, record, o);
         for (int m = 0; m < MB; m++)
-          total[m] = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0][m], sum[1][m]), sum[2][m]),
-                                   sum[3][m]);
-      } else {
-        for (int s = 0; s < 4; s++) {
-          __m512 sum[MB];
-          for (int m = 0; m < MB; m++) sum[m] = _mm512_setzero_ps();
-          const __m128i shift = _mm_cvtsi32_si128(4 * s);
-          for (int64_t i = 0; i < eights; i++) {
-            const __m512i d = _mm512_loadu_si512(w + i * 128 + o * 64);
-            if (s == 0) _mm_prefetch((const char*)w + i * 128 + o * 64 + ahead, _MM_HINT_T0);
-            const __m512bh v = (__m512bh)_mm512_permutexvar_epi16(_mm512_srl_epi16(d, shift), table);
-            const char* line = x + (i / 4 * MB * 4 + i % 4) * 16 + s * 4;
-            for (int m = 0; m < MB; m++)
-              sum[m] = _mm512_dpbf16_ps(sum[m], v, (__m512bh)broadcast(line + m * 64));
-          }
-          for (int m = 0; m < MB; m++) total[m] = s ? _mm512_add_ps(total[m], sum[m]) : sum[m];
-        }
+          scaled(_mm512_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0][m], sum[1][m]), sum[2][m]),
+                               sum[3][m]),
+                 scale, out + m * WIDE + o * 16);
       }
+    } else {
+      alignas(64) float totals[MB * WIDE];
+      quarter<MB, 0>(w, record, x, eights, totals, out, ahead);
+      quarter<MB, 1>(w, record, x, eights, totals, out, ahead);
+      quarter<MB, 2>(w, record, x, eights, totals, out, ahead);
+      quarter<MB, 3>(w, record, x, eights, totals, out, ahead);
+    }
+  }
+
+  // One of the four sums, of so many lines and outputs that they fill the registers.
+  template <int MB, int S>
+  void quarter(const uint8_t* w, const uint8_t* record, const char* x, int64_t eights,
+               float* totals, float* out, int64_t ahead) {
+    const __m512i table = values_table(b);
+    __m512 sum[MB][2];
+    for (int m = 0; m < MB; m++) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < eights; i++, w += 128) {
+      __m512bh v[2];
+      for (int o = 0; o < 2; o++) {
+        if (S == 0) _mm_prefetch((const char*)w + o * 64 + ahead, _MM_HINT_T0);
+        const __m512i d = _mm512_loadu_si512(w + o * 64);
+        v[o] = (__m512bh)_mm512_permutexvar_epi16(S ? _mm512_srli_epi16(d, 4 * S) : d, table);
+      }
+      const char* line = x + (i / 4 * MB * 4 + i % 4) * 16 + S * 4;
       for (int m = 0; m < MB; m++) {
-        float* at = out + m * WIDE + o * 16;
-        _mm512_store_ps(at, _mm512_fmadd_ps(total[m], scale, _mm512_load_ps(at)));
+        const __m512bh pair = (__m512bh)broadcast(line + m * 64);
+        for (int o = 0; o < 2; o++) sum[m][o] = _mm512_dpbf16_ps(sum[m][o], v[o], pair);
       }
     }
+    const __m512 scale[2] = {scales(b, record, 0), scales(b, record, 1)};
+    for (int m = 0; m < MB; m++)
+      for (int o = 0; o < 2; o++) {
+        float* at = totals + m * WIDE + o * 16;
+        const __m512 total = S ? _mm512_add_ps(_mm512_load_ps(at), sum[m][o]) : sum[m][o];
+        if (S < 3)
+          _mm512_store_ps(at, total);
+        else
+          scaled(total, scale[o], out + m * WIDE + o * 16);
+      }
+  }
+
+  static void scaled(__m512 total, __m512 scale, float* at) {
+    _mm512_store_ps(at, _mm512_fmadd_ps(total, scale, _mm512_load_ps(at)));
   }
 };
 
@@ -121,7 +138,7 @@ struct W4A8 : Avx<W4A8> {
   template <int MB>
   void tile(const uint8_t* w, const uint8_t* record, int64_t block, int64_t g, float* out,
             int64_t ahead) {
-    constexpr int O = MB > 8 ? 1 : 2;        // outputs / 16 at once
+    constexpr int O = 2;                     // outputs / 16 at once
     constexpr int chains = MB > 2 ? 1 : 2;   // sums of integers are exact in any order
     const int64_t step = Bytes::step(b), eights = b.seg / 8, each = step / 8;
     const char* x = room + (block * b.nseg + g) * b.seg * MB;

@@ -306,11 +306,11 @@ void pass(const Blocks& b, const X* x, X* y, const Rows& rows) {
 template <class E, class X>
 void product(const Blocks& b, const X* x, X* y, int64_t m) {
   constexpr int64_t lines = E::Packing::lines((const X*)nullptr);
-  constexpr int64_t per = 16 / lines, largest = E::most / 16 * per;
+  constexpr int64_t full = E::block / lines, largest = E::most / E::block * full;
   for (int64_t i = 0; i < m; i += largest) {
-    const int64_t now = m - i < largest ? m - i : largest;
-    const Rows rows = {now, lines, per, E::padded((now < per ? now : per) * lines),
-                       (now + per - 1) / per};
+    const int64_t now = m - i < largest ? m - i : largest, blocks = (now + full - 1) / full;
+    const int64_t per = E::even ? (now + blocks - 1) / blocks : now < full ? now : full;
+    const Rows rows = {now, lines, per, per * lines, blocks};
     pass<E, X>(b, x + i * b.k, y + i * b.n, rows);
   }
 }

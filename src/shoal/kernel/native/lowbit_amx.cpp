@@ -11,8 +11,8 @@ namespace {
 
 template <class E, int BYTES>
 struct Amx {
-  static constexpr int64_t most = 64;
-  static int64_t padded(int64_t lines) { return lines; }
+  static constexpr int64_t most = 64, block = 16;
+  static constexpr bool even = false;
 
   const Blocks& b;
   const Rows& rows;
