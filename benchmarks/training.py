@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from shoal.core.measure import bootstrap
 from shoal.core.meter import Meter
 from shoal.corpora.tokens import prepare
-from shoal.cost.shapes import find
+from shoal.cost.shapes import resolve
 from shoal.ir import TrainJob
 from shoal.ir.shape import ModelShape
+from shoal.kernel.fused.choice import choose
 from shoal.model.config import ModelConfig
 from shoal.model.initialise import init_weights
 from shoal.model.transformer import Transformer
@@ -43,6 +44,7 @@ from shoal.train.loop import RankTrainer
 SMALL = "shoal-4m"
 # 60 M parameters, a file beside the results of this run.
 LARGE = """\
+name: llama-60m
 num_layers: 12
 hidden: 640
 num_heads: 10
@@ -69,6 +71,8 @@ def job(model: str, batch: int, **changes: object) -> TrainJob:
             "global_batch": batch,
             "optimizer": "adamw",
             "precision": "bf16",
+            # What a plan takes where nothing is said.
+            "kernel": choose({}, resolve(model), "bf16", rows=LENGTH * batch),
             **changes,
         }
     )
@@ -76,7 +80,7 @@ def job(model: str, batch: int, **changes: object) -> TrainJob:
 
 def shoal_steps(model: str, batch: int) -> Steps:
     """Our loop on one rank."""
-    work, tokens = job(model, batch), prepare("stdlib", vocab_size=find(model).vocab_size)
+    work, tokens = job(model, batch), prepare("stdlib", vocab_size=resolve(model).vocab_size)
     trainer = RankTrainer(work, 10_000, weights_of(work), tokens, TorchComm(Meter([])))
     state = {"step": 0}
 
@@ -218,7 +222,7 @@ def against_peers(size: str, model: str, rounds: int) -> list[Row]:
     torch.set_num_threads(os.cpu_count() or 1)
     # For every method alike: they share this process.
     keep_freed_memory()
-    shape, batch = find(model), BATCHES[size]
+    shape, batch = resolve(model), BATCHES[size]
     with tempfile.TemporaryDirectory() as folder:
         methods = {
             "shoal": shoal_steps(model, batch),
@@ -294,8 +298,8 @@ def over_ranks(rounds: int) -> list[Row]:
             unit="x",
             comparison=">=",
             threshold=1.7,
-            note=f"{SMALL}, {BATCHES['4 M']} x {LENGTH} tokens a step in all, bf16, one thread a rank, "
-            f"replicated; one rank {1e3 * statistics.median(seconds[1]):.0f} ms, two "
+            note=f"{SMALL}, {BATCHES['4 M']} x {LENGTH} tokens a step in all, bf16, one thread a "
+            f"rank, replicated; one rank {1e3 * statistics.median(seconds[1]):.0f} ms, two "
             f"{1e3 * statistics.median(seconds[2]):.0f} ms a step; {rounds} rounds in turn",
             samples={"one_rank_s": seconds[1], "two_ranks_s": seconds[2]},
         )

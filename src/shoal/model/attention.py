@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.kernel.fused.causal import causal as causal_attention
+from shoal.kernel.fused.causal import takes
 from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
 from shoal.model.desync import own, shared
@@ -225,13 +227,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool
         [B, H, T, d].
     """
     square = q.shape[2] == k.shape[2]
-    if (
+    trained = (
         q.device.type == "cpu"
         and q.dtype in (torch.bfloat16, torch.float16)
         and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+    if trained and causal and mask is None and takes(q, k):
+        return causal_attention(q, k, v)
+    if (
+        trained
         and (square or mask is not None)
         and q.shape[1] * q.shape[2] * k.shape[2] <= _MAX_SCORES
-        and not torch.compiler.is_compiling()
     ):
         if mask is not None and mask.dim() == 2:
             mask = mask[None, None]

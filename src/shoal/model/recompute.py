@@ -22,20 +22,25 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+import shoal.kernel.fused.causal  # noqa: F401 - defines its operator
+
 # Products and attention, whose outputs are kept where the rest is computed again.
-_KEPT = tuple(
-    getattr(torch.ops.aten, name)
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_grouped_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
+_KEPT = (
+    torch.ops.shoal.causal_attention,
+    *(
+        getattr(torch.ops.aten, name)
+        for name in (
+            "mm",
+            "addmm",
+            "bmm",
+            "baddbmm",
+            "_grouped_mm",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+        )
+    ),
 )
 
 

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import KernelError
+from shoal.core.native import compiler, cpu_flags
 from shoal.kernel.fused import autograd
 from shoal.kernel.fused.protocols import OperatorPasses
 from shoal.kernel.native import function
 from shoal.kernel.protocols import Ready
+
+NEEDS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_bf16"})
+"""Flags of a CPU that runs these."""
 
 # Rows whose shares of a weight's gradient are one sum, as in native/fused.cpp.
 _ROWS = 32
@@ -146,3 +150,35 @@ def rope(heads: int, kv_heads: int, eps: float) -> Ready:
         return out, norms[0], norms[1]
 
     return functools.partial(autograd.rope, OperatorPasses(forward, backward))
+
+
+@functools.cache
+def runs_here() -> bool:
+    """Whether this host can build and run the passes of this module."""
+    return compiler() is not None and cpu_flags() >= NEEDS
+
+
+def loss_gradient(logits_RV: Tensor, targets_R: Tensor, weights_R: Tensor | None) -> Tensor:
+    """Cross-entropies of rows [R] in fp32; the logits become the gradient of their sum.
+
+    Args:
+        logits_RV: in bf16, contiguous.
+        targets_R: int64; of negative ones neither is counted.
+        weights_R: how much each row counts; 1 if not given.
+
+    Raises:
+        KernelError: a target is no column.
+    """
+    rows, width = logits_RV.shape
+    targets = targets_R.contiguous()
+    if rows and int(targets.max()) >= width:
+        raise KernelError(
+            f"target {int(targets.max())}: expected less than {width}, the vocabulary"
+        )
+    weights = None if weights_R is None else _weight(weights_R)
+    losses = logits_RV.new_empty(rows, dtype=torch.float32)
+    function("fused", "loss_gradient_bf16", "ppppll")(
+        logits_RV.data_ptr(), targets.data_ptr(), 0 if weights is None else weights.data_ptr(),
+        losses.data_ptr(), rows, width,
+    )  # fmt: skip
+    return losses

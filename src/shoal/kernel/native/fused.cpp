@@ -182,6 +182,43 @@ void swiglu_grad(const T* g, const T* x, T* dx, int64_t m, int64_t f) {
   }
 }
 
+// Logits x[M, V] become their gradient, softmax less one at the target, times the weight (if given);
+// of a negative target, 0. loss[M] is log sum exp x - x[target], times the weight.
+void loss_gradient(uint16_t* x, const int64_t* target, const float* weight, float* loss, int64_t m,
+                   int64_t v) {
+#pragma omp parallel
+  {
+    std::vector<float> kept(v + 16);
+#pragma omp for
+    for (int64_t i = 0; i < m; i++) {
+      uint16_t* row = x + i * v;
+      const int64_t hit = target[i];
+      const float by = hit < 0 ? 0.0f : weight ? weight[i] : 1.0f;
+      __m512 most = _mm512_set1_ps(-INFINITY);
+      for (int64_t j = 0; j < v; j += 16) {
+        const __mmask16 k = low16(v - j);
+        most = _mm512_mask_max_ps(most, k, most, load(row + j, k));
+      }
+      const float top = _mm512_reduce_max_ps(most);
+      const __m512 largest = _mm512_set1_ps(top);
+      __m512 sum = _mm512_setzero_ps();
+      for (int64_t j = 0; j < v; j += 16) {
+        const __mmask16 k = low16(v - j);
+        const __m512 p = _mm512_maskz_mov_ps(k, exp_ps(_mm512_sub_ps(load(row + j, k), largest)));
+        sum = _mm512_add_ps(sum, p);
+        _mm512_storeu_ps(kept.data() + j, p);
+      }
+      const float total = _mm512_reduce_add_ps(sum);
+      const float own = hit < 0 ? 0.0f : to_float(row[hit]);
+      loss[i] = hit < 0 ? 0.0f : by * (std::log(total) + (top - own));
+      if (hit >= 0) kept[hit] -= total;
+      const __m512 scale = _mm512_set1_ps(by / total);
+      for (int64_t j = 0; j < v; j += 16)
+        save(row + j, low16(v - j), _mm512_mul_ps(_mm512_loadu_ps(kept.data() + j), scale));
+    }
+  }
+}
+
 // Norm (if given) and rotation of x[M, every, d] into y, row i at place i % length of the
 // tables cos, sin [length, d / 2]; heads beyond `turned` are copied.
 template <class T>
@@ -368,6 +405,11 @@ BOTH(sample,
      (const uint16_t* x, int64_t* out, const double* temperature, const int64_t* top_k,
       const double* top_p, const double* uniform, int64_t m, int64_t v),
      sample(x, out, temperature, top_k, top_p, uniform, m, v))
+
+extern "C" void loss_gradient_bf16(uint16_t* x, const int64_t* target, const float* weight,
+                                   float* loss, int64_t m, int64_t v) {
+  loss_gradient(x, target, weight, loss, m, v);
+}
 
 #define TYPED(name, arguments, call)                        \
   extern "C" void name##_fp32 arguments(float) { call; }    \
