@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @part
 class Owners:
-    """Experts in order, as many on every device, all the time.
+    """Experts in order, equally many on every device, in every step.
 
     Source: Lepikhin et al., GShard, 2020.
     """

@@ -16,7 +16,7 @@ class ChainTree:
     """One path of best guesses.
 
     Args:
-        depth: its length; 0 for all that the drafter looks ahead.
+        depth: length of the chain; 0 for the drafter's depth.
 
     Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023.
     """

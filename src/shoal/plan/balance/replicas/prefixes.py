@@ -34,7 +34,7 @@ class Prefixes:
     """Block hash -> replicas that were sent it; the blocks looked at last stay.
 
     Args:
-        entries: blocks that are remembered.
+        entries: largest number of blocks to remember.
     """
 
     def __init__(self, entries: int) -> None:

@@ -28,12 +28,12 @@ from shoal.plan.batching.common import BlockSize, whole_blocks
 
 @part
 class BlockGroups:
-    """Blocks given out in runs, extended in place, with spares that others can take back.
+    """Blocks allocated in contiguous groups, with spare blocks that other requests can reclaim.
 
     Args:
         block_size: tokens of a block.
-        init: blocks of a group, when a request gets one.
-        seed: of the requests whose spare is taken back.
+        init: initial number of blocks of a group.
+        seed: seed of the choice of requests whose spare blocks are reclaimed.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"fixed_size_blocks", "takes_back"})
@@ -74,7 +74,7 @@ class GroupedBlocks:
 
     Args:
         group: blocks of a group.
-        seed: of the requests whose spare is taken back.
+        seed: seed of the choice of requests whose spare blocks are reclaimed.
     """
 
     def __init__(self, num_blocks: int, block_size: int, group: int, *, seed: int = 0) -> None:

@@ -46,21 +46,21 @@ def place_of(number: int) -> tuple[int, int]:
 
 @part
 class Distributed:
-    """Blocks on demand, and the oldest ones of long requests in other instances' memory.
+    """Blocks on demand; the oldest blocks of long requests are in the memory of other instances.
 
     Args:
-        instances: engines that lend each other memory, each with a cache of ``kv_tokens``; 1
-            for none but a host.
+        instances: number of engines that lend each other memory, each with a cache of
+            ``kv_tokens``; 1 to lend from the host only.
         block_size: tokens of a block.
-        prefix_reuse: requests that start alike share the full blocks of their start, those
-            that are here.
-        watermark: share of its own blocks that an instance does not lend.
-        max_lenders: most instances that hold blocks of one request.
-        host_tokens: tokens of a lender that computes no requests: host memory, and the attention
-            over it on the host's cores; 0 for none.
-        beat_s: s between two words of an instance on how it is.
-        timeout_s: s of silence after which an instance is lost; more than its longest step. One
-            that has died is noticed at once.
+        prefix_reuse: requests with a common prefix share its full blocks, as far as they are on
+            this instance.
+        watermark: share of an instance's own blocks that it does not lend.
+        max_lenders: largest number of instances that hold blocks of one request.
+        host_tokens: tokens of a lender that runs no requests: host memory, whose attention the
+            host's cores compute; 0 for none.
+        beat_s: s between two heartbeats of an instance.
+        timeout_s: s without a heartbeat after which an instance is lost; longer than its longest
+            step. An exited process is noticed at once.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"lends_blocks"})
@@ -159,7 +159,7 @@ class DistributedBlocks(PagedBlocks):
 
     Args:
         watermark: blocks that are not lent.
-        max_lenders: most instances that hold blocks of one request.
+        max_lenders: largest number of instances that hold blocks of one request.
         prefix_reuse: share full blocks.
     """
 
