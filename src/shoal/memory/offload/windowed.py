@@ -36,7 +36,7 @@ class SuperpipelineOffload:
 
     Args:
         k: blocks on the device; half of them if not given.
-        k_prime: blocks that are replaced at a time; half of k if not given.
+        k_prime: blocks that are replaced at once; half of k if not given.
         device_budget: bytes of the device that a step may use; no limit if not given.
     """
 

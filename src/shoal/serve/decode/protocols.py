@@ -195,7 +195,7 @@ class HostingDrafter(Protocol):
 
 
 class Acceptance(Protocol):
-    """A part of kind ``accept``: which guesses hold."""
+    """A part of kind ``accept``: how draft tokens are accepted."""
 
     lossless: ClassVar[bool]
 
@@ -222,7 +222,7 @@ class Speculator(Protocol):
     """A part of kind ``speculative``: guesses for an engine.
 
     Attributes:
-        accept: which guesses hold.
+        accept: how draft tokens are accepted.
     """
 
     @property

@@ -33,7 +33,7 @@ class BlockSpace:
 
 @runtime_checkable
 class HogwildLayout(Protocol):
-    """A part of kind ``hogwild_layout``: what a worker sees, in which order. Keeps no state.
+    """A part of kind ``hogwild_layout``: what a worker attends to, in which order. Keeps no state.
 
     Attributes:
         moves: a finished step goes from its worker's block to the common history.
