@@ -129,11 +129,11 @@ class _Loaded(_Plain):
 
 @part
 class HuggingFaceFormat:
-    """What ``transformers`` opens; weights only, no optimizer state.
+    """A model directory of ``transformers``; weights only, no optimizer state.
 
     Args:
-        dtype: of the weights that are written; as they are if not given.
-        tokenizer: a tokenizer.json, or a directory with one, to go with them.
+        dtype: dtype of the written weights; unchanged if not given.
+        tokenizer: a tokenizer.json, or a directory with one, to copy beside the weights.
     """
 
     dtype: Literal["fp32", "bf16", "fp16"] | None = None

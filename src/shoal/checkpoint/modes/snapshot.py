@@ -42,11 +42,10 @@ _THREADS = min(4, os.cpu_count() or 1)
 
 @part
 class Snapshot:
-    """Copy to host memory while training waits, write behind it.
+    """Copy to host memory while training waits, then write in the background.
 
     Args:
-        pools: saves that can be under way at once; each takes as much host memory as what a rank
-            writes.
+        pools: largest number of concurrent saves; each takes as much host memory as a rank writes.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"saves_behind"})

@@ -37,13 +37,14 @@ class Averaging(ABC):
     """Workers take steps of their own and average what a round of them has changed.
 
     Args:
-        tau: optimizer steps of a round; auto is the fewest behind which the average travels, by
+        tau: optimizer steps of a round; auto is the smallest number that hides the all-reduce, by
             the plan's estimate, and at most 48.
         within: neighbouring data-parallel ranks that are one worker: they sum their gradients in
             every step.
         sharded: each worker keeps and updates its share of the outer state, not all of it.
-        dtype: in which changes travel; bf16 halves the bytes of an average, and so the fewest
-            steps behind which it travels. x and the outer state stay as the parameters are.
+        dtype: dtype of changes in communication; bf16 halves the bytes of the all-reduce, and so
+            the smallest number of steps that hides it. x and the outer state keep the dtype of the
+            parameters.
     """
 
     tau: Annotated[int, Ge(1)] | Literal["auto"] = 8

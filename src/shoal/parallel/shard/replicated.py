@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 
 @part
 class ReplicatedShard:
-    """Every rank holds everything; choose it when the model fits.
+    """Replicate parameters, gradients and optimizer state; choose it when the model fits.
 
     Args:
-        bucket_mb: gradient bytes that travel together, in MiB; 64 on CPU ranks and 25 on
-            GPUs if not given.
+        bucket_mb: size of a gradient bucket in MiB; 64 on CPU ranks and 25 on GPUs if not given.
     """
 
     bucket_mb: Annotated[float, Gt(0), Le(4096)] | None = None

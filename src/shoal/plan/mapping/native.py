@@ -96,7 +96,7 @@ class NetworkWeights:
         flat: all matrices [in + 1, out] in the order of use, the bias last, float32.
         hidden: width of the hidden layers.
         latent: width of a state.
-        discount: of a reward that is one decision later.
+        discount: discount of rewards per decision.
     """
 
     flat: np.ndarray
