@@ -80,7 +80,7 @@ KERNELS = PartTable(
         "spgemm.hash_v2": "shoal.kernel.spgemm.hash:HashV2",
     },
     about=(
-        "One way to compute one operator, called OPERATOR.BACKEND. `kernel: {OPERATOR: "
+        "An implementation of an operator, named OPERATOR.BACKEND. `kernel: {OPERATOR: "
         "BACKEND}` of a serving job chooses; dispatch takes the one with the lowest estimate "
         "where nothing is said."
     ),
@@ -98,7 +98,7 @@ WEIGHT_FORMATS = PartTable(
         "nf": "shoal.kernel.formats.normal:Nf",
     },
     about=(
-        "How a matrix is stored in few bits. Chosen by `shoal model quantize --format` and by "
+        "How a quantized matrix is stored. Chosen by `shoal model quantize --format` and by "
         "the key `weights` of a serving job, in short texts such as `int4-g128`."
     ),
     protocol="shoal.kernel.protocols:WeightFormat",

@@ -54,10 +54,11 @@ def codes_of(integers: Tensor, bits: int) -> Tensor:
 
 @part
 class Bipolar(BaseFormat):
-    """Odd integers of N bits, and an fp16 scale for each group.
+    """Odd integers of N bits, and an fp16 scale per group.
 
-    With 1 bit the scale is the mean magnitude; with 2 and 3 it is the one of six that leaves the
-    least square error; with more, the largest magnitude is represented.
+    With 1 bit the scale is the mean magnitude; with 2 and 3 bits it is the one of six candidates
+    with the smallest squared error; with more bits it maps the largest magnitude to the largest
+    code.
 
     Args:
         width: bits of a code, N.

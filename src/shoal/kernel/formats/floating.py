@@ -92,7 +92,7 @@ def codes_of(x: Tensor, exponent: int, mantissa: int) -> Tensor:
 
 @part
 class Float(BaseFormat):
-    """A sign, X bits of exponent, Y bits of mantissa, and an fp16 scale for each group.
+    """A sign, X bits of exponent, Y bits of mantissa, and an fp16 scale per group.
 
     Args:
         exponent: bits of the exponent, X.

@@ -43,7 +43,8 @@ def _family(call: LowbitLinearCall) -> str:
 class BipolarLinear(LowbitKernel):
     """Rounds rows to bipolar integers, multiplies exactly, and scales in the same pass.
 
-    Groups are summed in one order by all engines, so a row has the same bits in any company.
+    All engines sum groups in the same order, so the bits of a row's result do not depend on other
+    rows.
     """
 
     backend: ClassVar[str] = "bipolar"

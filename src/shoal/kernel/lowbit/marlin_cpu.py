@@ -112,11 +112,11 @@ class _Marlin(_Int4):
 
 @part
 class W4A16(_Marlin):
-    """Codes become bf16 by a table; sums of a segment are fp32 and then scaled.
+    """Converts codes to bf16 with a table; the fp32 sum of each segment is scaled.
 
-    Sums are taken in one order, whatever the number of rows or threads: a row has the same
-    bits in any company. fp32 rows are computed as the sum of three bf16 rows, exactly. ``nf4`` is
-    read where rows are bf16.
+    The order of summation is fixed: the bits of a row's result depend neither on the other rows nor
+    on the number of threads. fp32 rows are split exactly into the sum of three bf16 rows. ``nf4``
+    needs bf16 rows.
     """
 
     backend: ClassVar[str] = "cpp_w4a16"
@@ -137,11 +137,10 @@ class _Rounding(_Int4):
 
 @part
 class W4A8(_Rounding, _Marlin):
-    """Rows become int8 with a scale for each segment; sums of a segment are exact integers.
+    """Quantizes rows to int8 with a scale per segment; sums of a segment are exact integers.
 
-    Half the work of :class:`W4A16` where many rows make it count. Rows are rounded to 8 bits,
-    so it takes only calls that say so (``activations="int8"``); what it computes is what
-    :class:`Integer` does.
+    Half the work of :class:`W4A16` for many rows. Rows are rounded to 8 bits, so it accepts only
+    calls with ``activations="int8"``; the result equals that of :class:`Integer`.
     """
 
     backend: ClassVar[str] = "cpp_w4a8"
@@ -151,7 +150,7 @@ class W4A8(_Rounding, _Marlin):
 
 @part
 class Integer(_Rounding):
-    """The meaning of ``activations="int8"`` in plain torch; slow on purpose."""
+    """The definition of ``activations="int8"`` in plain torch; slow."""
 
     backend: ClassVar[str] = "integer"
     memory_share: ClassVar[float] = 0.02

@@ -59,9 +59,9 @@ class LibraryLowbitLinear(LowbitKernel):
 
 @part
 class Dequantised(LowbitKernel):
-    """Weights made bf16 (fp32 for fp32 rows) once, then PyTorch's product: for many rows.
+    """Dequantizes to bf16 (fp32 for fp32 rows) once and calls PyTorch's product; for many rows.
 
-    Any format; the layer then takes as much memory as it did before.
+    Supports any format; the layer then takes as much memory as an unquantized one.
     """
 
     backend: ClassVar[str] = "dequantised"

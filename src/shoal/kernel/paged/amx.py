@@ -12,7 +12,7 @@ from shoal.kernel.paged.blocks import BlockAttention
 
 @part
 class AmxPagedAttention(BlockAttention):
-    """Products of 32 x 32 numbers by tiles."""
+    """Blocks of 32 x 32 numbers with AMX tiles."""
 
     backend: ClassVar[str] = "amx"
     needs: ClassVar[frozenset[str]] = TILES | BlockAttention.needs

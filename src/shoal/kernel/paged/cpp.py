@@ -26,10 +26,10 @@ _KIND = 1 << 40
 
 @part
 class CppPagedAttention(BaseKernel):
-    """One pass over the tokens in steps of 64, chunks of 256 shared equally among threads.
+    """One pass over the tokens in steps of 64; chunks of 256 are divided evenly among threads.
 
-    A query's numbers are summed in one order, whatever else is in the batch, however a prompt
-    is cut into chunks, and on however many threads: same bits.
+    The order of summation of a query is fixed: its bits depend neither on the rest of the batch,
+    nor on the chunks of a prompt, nor on the number of threads.
     """
 
     op: ClassVar[str] = "paged_attention"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @part
 class LibraryPagedAttention(BaseKernel):
-    """Gathered blocks and ``scaled_dot_product_attention``, short contexts padded."""
+    """Gathers blocks, pads short contexts and calls ``scaled_dot_product_attention``."""
 
     op: ClassVar[str] = "paged_attention"
     backend: ClassVar[str] = "torch"

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @part
 class TritonPagedAttention(TritonKernel):
-    """A program for each row, key/value head and chunk; another folds the chunks.
+    """One program per row, key/value head and chunk; a second kernel combines the chunks.
 
     Args:
-        chunk: tokens of a program.
-        step: tokens whose keys are in registers at a time.
+        chunk: tokens per program.
+        step: tokens whose keys are in registers at once.
     """
 
     op: ClassVar[str] = "paged_attention"

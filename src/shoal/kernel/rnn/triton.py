@@ -18,7 +18,7 @@ _MOST = {"fp32": 64, "bf16": 128}
 
 @part
 class TritonRecurrence(TritonKernel, RecurrenceKernel):
-    """One program a head and 16 rows of the batch, for all steps."""
+    """One program per head and 16 rows of the batch, for all steps."""
 
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
     memory_share: ClassVar[float] = 0.4
