@@ -16,7 +16,7 @@ MAX_LINE = 64 * 2**20
 
 @part
 class JsonlCorpus(FileCorpus):
-    """A document a line; blank lines are passed over.
+    """One document per line; blank lines are skipped.
 
     Held out: ``sha256(name) % heldout_every == 0``, where the name is the value of
     ``id_field``, or without one ``file#line`` with lines counted from 0.

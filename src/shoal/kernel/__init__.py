@@ -81,8 +81,8 @@ KERNELS = PartTable(
     },
     about=(
         "An implementation of an operator, named OPERATOR.BACKEND. `kernel: {OPERATOR: "
-        "BACKEND}` of a serving job chooses; dispatch takes the one with the lowest estimate "
-        "where nothing is said."
+        "BACKEND}` of a serving job selects one; by default dispatch takes the one with the lowest "
+        "estimate."
     ),
     protocol="shoal.kernel.protocols:Kernel",
 )
@@ -99,7 +99,7 @@ WEIGHT_FORMATS = PartTable(
     },
     about=(
         "How a quantized matrix is stored. Chosen by `shoal model quantize --format` and by "
-        "the key `weights` of a serving job, in short texts such as `int4-g128`."
+        "the key `weights` of a serving job, in the short form `int4-g128`."
     ),
     protocol="shoal.kernel.protocols:WeightFormat",
 )

@@ -21,7 +21,7 @@ ATTENTION_KERNELS = PartTable(
         "chunked": "shoal.claims.lab.attention_kernels.chunked:Chunked",
     },
     about=(
-        "How attention under a mask is computed on one device. Compared by `shoal bench attention`."
+        "How masked attention is computed on one device. Compared by `shoal bench attention`."
     ),
     protocol="shoal.claims.lab.attention_kernels.protocols:AttentionKernelPart",
 )

@@ -34,7 +34,7 @@ def rounds(work: ClusterWork) -> Interval:
 
 @part
 class FastPAM1:
-    """Make the best swap of each round, with PAM's result; where PAM itself must be reproduced.
+    """Execute the best swap of each round; gives the result of PAM, faster.
 
     Args:
         storage: ``full32`` keeps all dissimilarities (4 n² bytes), ``condensed`` half of them,
