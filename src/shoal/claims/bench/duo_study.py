@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @part
 class DuoStudy:
-    """Study where tokens need the big layers of a Duo-LLM model, and how good its routers are.
+    """Analyze where tokens need the big layers of a Duo-LLM model, and compare its routers.
 
     Shows the loss over computation for random routes, one pattern for all tokens, trained routers,
     and an oracle; which layers each of them makes big; and which tokens benefit from more
@@ -37,13 +37,13 @@ class DuoStudy:
     Args:
         directory: directory of a model of ffn: duo.
         routers: take the routers of this directory instead.
-        budget: most big layers of the oracle.
-        search: of the oracle, all patterns or few of many layers: exhaustive, beam or descent.
+        budget: largest number of big layers of the oracle.
+        search: search of the oracle: exhaustive (all patterns), beam or descent.
         width: patterns that a beam keeps.
         tokens: held-out tokens to judge.
         length: tokens of a sequence.
         text: text, a file or a directory; Python's standard library otherwise.
-        seed: of routes by chance.
+        seed: seed of the random routes.
     """
 
     subject: ClassVar = "directory"

@@ -34,7 +34,7 @@ class PlanesStudy:
         widths: bits of weights x bits of activations, with commas.
         rows: rows (tokens) of a call, with commas.
         size: outputs and inputs of a layer.
-        buffers: weights that take turns; 20 in bf16 exceed most caches.
+        buffers: number of weight matrices used in turn; 20 in bf16 exceed most caches.
         pairs: rounds.
         anyway: measure on a busy machine too.
     """

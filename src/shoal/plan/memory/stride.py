@@ -39,7 +39,7 @@ class UpdateRates(Value):
     Args:
         host: parameters that the host updates.
         device: parameters that the device updates.
-        convert: parameters that the host makes low-precision ones of.
+        convert: parameters per second that the host converts to low precision.
         link: fp32 words that the link carries, each way.
         push: words by which a new parameter goes to the device: a half where it is bf16 there.
         duplex: both ways at one time.
