@@ -92,7 +92,7 @@ def test_bias_that_every_rank_adds() -> None:
     assert finding.kind == "bias_added_times" and finding.names == ("down.bias",)
     assert "added 2 times, once by every rank of tp" in finding.text
     lost = replace(output, split=one - bias)
-    assert "not added" in only(case(views, output=lost, loss_differs=True)).text
+    assert "shards are not reduced" in only(case(views, output=lost, loss_differs=True)).text
     # A row-parallel layer returns a part; the ranks' parts add up to one bias too many.
     part = replace(output, split=random.normal(size=one.shape), total=one + bias)
     assert only(case(views, output=part, loss_differs=True)).kind == "bias_added_times"
@@ -117,7 +117,7 @@ def test_gradient_lost_on_its_way_back() -> None:
     views = [{name: random.normal(size=5) for name in ORDER[:2]} for _ in PLACES]
     finding = only(case(views, solo=()))
     assert finding.kind == "backward" and finding.names == ("norm.weight",)
-    assert "right from up.weight on" in finding.text
+    assert "correct from up.weight on" in finding.text
 
 
 def test_what_is_not_in_the_gradients() -> None:

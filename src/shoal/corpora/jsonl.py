@@ -77,7 +77,7 @@ def json_rows(listing: Listing) -> Iterator[tuple[dict[str, Any], str, str]]:
     """The objects of JSON Lines: each with its name and its place for errors.
 
     Raises:
-        DataError: a line is no JSON object; names file and line.
+        DataError: a line is not a JSON object; names file and line.
     """
     for file in listing.files:
         with listing.open(file) as stream:

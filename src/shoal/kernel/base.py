@@ -83,7 +83,7 @@ class BaseKernel:
         if rounded and rounded.rstrip("0123456789") not in self.activations:
             return f"does not round its input to {rounded}"
         if getattr(call, "gated", False) and not self.gates:
-            return "does not gate its outputs"
+            return "does not support gated outputs"
         reason = self._refuses(call)
         if reason is not None:
             return reason

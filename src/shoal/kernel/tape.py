@@ -91,7 +91,7 @@ class _Recorder(OperatorMode):
             or len(words) > _WORDS
             or len(floats) > _FLOATS
         ):
-            self.foreign = self.foreign or f"{called.__name__}, whose arguments are of other kinds"
+            self.foreign = self.foreign or f"{called.__name__}, which has other argument types"
             return
         self.kept += [value for value in words if isinstance(value, array)]
         addresses = [

@@ -125,8 +125,8 @@ def quantize_directory(
     reads = quantizer.calibrated or eval_tokens > 0 or finetune_s > 0
     if reads and not tokenizer.is_file():
         raise ModelError(
-            f"{tokenizer}: missing, and text must be read; copy the model's own there, or take "
-            "method rtn and compare on 0 tokens"
+            f"{tokenizer}: not found; copy the model's tokenizer there, or take method rtn and "
+            "compare on 0 tokens"
         )
     original = huggingface.read(directory, packed=False).eval()
     config = original.config

@@ -46,7 +46,7 @@ def codes_of(integers: Tensor, bits: int) -> Tensor:
         place = tuple(int(index) for index in wrong.nonzero()[0])
         raise KernelError(
             f"bipolar{bits}{list(place)} = {int(integers[place])}: expected odd integers from "
-            f"{-top} to {top}; {bits} bits of plus and minus have no other value"
+            f"{-top} to {top}; {bits} bits of bipolar integers have no other value"
         )
     codes: Tensor = ((integers + top) // 2).to(torch.uint8)
     return codes

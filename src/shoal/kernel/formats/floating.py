@@ -121,9 +121,9 @@ class Float(BaseFormat):
         magnitudes(exponent, mantissa)
         if width != 1 + exponent + mantissa:
             raise KernelError(
-                f"weight format {text!r}: a sign, {exponent} bits of exponent and {mantissa} of "
-                f"mantissa are {1 + exponent + mantissa} bits, not {width}; "
-                f"did you mean 'float{1 + exponent + mantissa}_e{exponent}m{mantissa}'?"
+                f"weight format {text!r}: a sign, {exponent} exponent bits and {mantissa} "
+                f"mantissa bits are {1 + exponent + mantissa} bits, not {width}; did you mean "
+                f"'float{1 + exponent + mantissa}_e{exponent}m{mantissa}'?"
             )
         return {"exponent": exponent, "mantissa": mantissa}
 

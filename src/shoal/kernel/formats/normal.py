@@ -70,7 +70,7 @@ class Nf(BaseFormat):
         """
         if digits != "4":
             raise KernelError(
-                f"weight format {text!r}: {digits or 'nothing'!r} is no width; expected nf4"
+                f"weight format {text!r}: {digits or 'nothing'!r} is not a width; expected nf4"
             )
         return {"width": 4}
 

@@ -45,7 +45,7 @@ class PaddedGroupedLinear(GroupedKernel):
             self.level >= 0,
             "kernel.grouped_linear.padded.level",
             self.level,
-            expected="rows, or 0 for those of the expert that has most",
+            expected="rows, or 0 for the largest number of rows of an expert",
             error=KernelError,
         )
 

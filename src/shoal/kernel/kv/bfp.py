@@ -47,14 +47,14 @@ class BfpKVFormat:
             self.bits in (12, 16),
             "kv_format.bfp.bits",
             self.bits,
-            expected="12 (mantissas of 4 bits) or 16 (of 8)",
+            expected="12 (mantissas of 4 bits) or 16 (mantissas of 8 bits)",
             error=KernelError,
         )
         require(
             2 <= self.block <= 1024 and self.block & (self.block - 1) == 0,
             "kv_format.bfp.block",
             self.block,
-            expected="a power of two of 2 to 1024",
+            expected="a power of two from 2 to 1024",
             hint="32 is usual",
             error=KernelError,
         )

@@ -26,5 +26,5 @@ class AmxLinear(PanelLinear):
     def refuses(self, call: LinearCall) -> str | None:
         reason = super().refuses(call)
         if reason is None and not has_tiles():
-            return "needs matrix tiles, which the operating system does not grant"
+            return "needs AMX tiles, which the operating system does not permit"
         return reason

@@ -141,10 +141,10 @@ class Anybit(LowbitKernel):
         if type_of(stored) is None:
             return (
                 f"has no type for {call.format}; expected int1 to int8, uint1 to uint8 or a float "
-                "of 3 to 8 bits, all weights kept"
+                "of 3 to 8 bits, without sparsity"
             )
         if group % 8 and group != call.k:
-            return f"wants groups of a multiple of 8; nearest to {group} is {-(-group // 8) * 8}"
+            return f"needs groups of a multiple of 8; nearest to {group} is {-(-group // 8) * 8}"
         return None
 
     def _prepare(

@@ -59,7 +59,7 @@ class BipolarLinear(LowbitKernel):
 
     def _refuses_format(self, call: LowbitLinearCall, stored: BaseFormat, group: int) -> str | None:
         if _family(call) not in _FORMATS or stored.keeps_half:
-            return f"takes weights in {', '.join(_FORMATS)} formats, all of them kept"
+            return f"takes weights in {', '.join(_FORMATS)} formats without sparsity"
         if group < call.k and group % 16:
             near = max(16, group // 16 * 16)
             return f"takes groups of a multiple of 16, not {group}; nearest {near}"

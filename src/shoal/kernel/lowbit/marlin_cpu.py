@@ -60,9 +60,9 @@ class _Int4(LowbitKernel):
     def _refuses_format(self, call: LowbitLinearCall, stored: BaseFormat, group: int) -> str | None:
         if isinstance(stored, Nf):
             if not self.normal:
-                return "computes with integers, which the codes of nf4 do not mean"
+                return "computes with integers, and nf4 codes are not integers"
             if call.dtype != "bf16":
-                return f"has the numbers of nf4 in bf16, which {call.dtype} is more exact than"
+                return f"has the values of nf4 in bf16, which is less precise than {call.dtype}"
         elif not isinstance(stored, Int) or stored.width != 4:
             return "reads int4 with groups, channels or 2:4 only"
         segment_of(call.k, group)
@@ -131,7 +131,7 @@ class _Rounding(_Int4):
 
     def _refuses(self, call: LowbitLinearCall) -> str | None:
         if call.activations != "int8":
-            return "rounds its input to int8, which the call does not ask for"
+            return "rounds its input to int8, which the call does not allow"
         return super()._refuses(call)
 
 

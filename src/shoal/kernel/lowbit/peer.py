@@ -28,7 +28,7 @@ class LibraryLowbitLinear(LowbitKernel):
     def _refuses_format(self, call: LowbitLinearCall, stored: BaseFormat, group: int) -> str | None:
         reason = refuses_groups(stored, group)
         if reason is None and call.n % 16:
-            reason = f"wants outputs in multiples of 16, nearest {-(-call.n // 16) * 16}"
+            reason = f"needs a multiple of 16 outputs; nearest {-(-call.n // 16) * 16}"
         return reason
 
     def _prepare(

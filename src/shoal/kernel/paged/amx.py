@@ -20,5 +20,5 @@ class AmxPagedAttention(BlockAttention):
     def refuses(self, call: PagedAttentionCall) -> str | None:
         reason = super().refuses(call)
         if reason is None and not has_tiles():
-            return "needs matrix tiles, which the operating system does not grant"
+            return "needs AMX tiles, which the operating system does not permit"
         return reason

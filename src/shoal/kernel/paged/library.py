@@ -31,7 +31,7 @@ class LibraryPagedAttention(BaseKernel):
 
     def _refuses(self, call: PagedAttentionCall) -> str | None:
         if call.partial:
-            return "gives whole results, and a part of a context is wanted"
+            return "returns whole results, but the call asks for a partial context"
         reason = kv_format(call.format).refuses(call.head_dim)
         return None if reason is None else f"cannot read a cache that {reason}"
 

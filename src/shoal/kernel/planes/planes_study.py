@@ -61,7 +61,7 @@ class PlanesStudy:
         from shoal.kernel.planes import bench
 
         if not self.anyway:
-            check_quiet(wait_s=60.0, hint="measure all the same with --set anyway=true")
+            check_quiet(wait_s=60.0, hint="measure anyway with --set anyway=true")
         table = bench.table(
             machine,
             size=self.size,

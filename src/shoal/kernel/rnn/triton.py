@@ -32,7 +32,7 @@ class TritonRecurrence(TritonKernel, RecurrenceKernel):
             return reason
         if call.units > _MOST[call.dtype]:
             return (
-                f"keeps the matrices of a head on chip: at most {_MOST[call.dtype]} units in "
+                f"stores the matrices of a head on chip: at most {_MOST[call.dtype]} units in "
                 f"{call.dtype}, not {call.units}; use more heads"
             )
         return None

@@ -25,9 +25,9 @@ _NAMES: dict[torch.dtype, SparseDtype] = {
     torch.bool: "bool",
 }
 _WHAT = {
-    1: ("row pointers that fall or do not end at the number of entries", "build it anew"),
-    2: ("a column outside the matrix", "build it anew"),
-    3: ("columns out of order", "call sort_indices(), or coalesce and to_sparse_csr() in PyTorch"),
+    1: ("row pointers that decrease or do not end at the number of entries", "rebuild it"),
+    2: ("a column outside the matrix", "rebuild it"),
+    3: ("unsorted columns", "call sort_indices(), or coalesce and to_sparse_csr() in PyTorch"),
 }
 
 

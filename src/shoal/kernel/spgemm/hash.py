@@ -178,6 +178,6 @@ def _most(each_M: Tensor, columns: int, mask: Csr | None, keep: bool) -> int:
 def _check(failed: int, most: int) -> None:
     if failed:
         raise KernelError(
-            f"kernel.spgemm: no memory left for a product of at most {most} entries; multiply "
+            f"kernel.spgemm: not enough memory for a product of up to {most} entries; multiply "
             "fewer rows of A at a time"
         )

@@ -35,7 +35,7 @@ class Inner(SparseKernel):
 
     def _refuses(self, call: SpGemm) -> str | None:
         if call.keep:
-            return "writes only entries of the mask where something meets"
+            return "writes only entries of the mask with at least one product"
         return SparseKernel._refuses(self, call)
 
     def _prepare(self, call: SpGemm, *constants: object) -> Ready:

@@ -54,7 +54,7 @@ class CompileStudy:
                 self.emit in ("ir", "layout"),
                 "--target",
                 self.target,
-                expected="no target: cpp is for the host, and cuda for a GPU",
+                expected="no target, because cpp is for the host and cuda for a GPU",
                 error=KernelError,
             )
             options["target"] = self.target
