@@ -151,7 +151,9 @@ def test_a_peer_that_dies_says_why_and_the_rest_is_asked_later(
     tmp_path, python, board, monkeypatch
 ):
     monkeypatch.setenv("FALSE_DIES", "4")
-    with pytest.raises(ServeError, match=r"(?s)process ended.*out of tables.*3 earlier answers are saved"):
+    with pytest.raises(
+        ServeError, match=r"(?s)process ended.*out of tables.*3 earlier answers are saved"
+    ):
         compared.compare(["serving"], python=python, limit=12)
     assert len(asked(tmp_path)) == 4
     monkeypatch.delenv("FALSE_DIES")

@@ -314,7 +314,10 @@ SHORT, LONG = np.zeros(3), np.zeros(4)
     [
         (lambda: alg.transform(par, SHORT, LONG, out=SHORT, f="a"), "a 3, b 4, out 3"),
         (lambda: alg.transform(par, LONG[:3], out=LONG[1:], f="a"), "shifted"),
-        (lambda: alg.transform(par, LONG, out=LONG, f="a + t"), "named 't'; expected one of a, i, out"),
+        (
+            lambda: alg.transform(par, LONG, out=LONG, f="a + t"),
+            "named 't'; expected one of a, i, out",
+        ),
         (lambda: alg.transform(par, LONG, out=LONG, f="alpha", alpah=1), "did you mean 'alpah'"),
         (lambda: alg.transform(par, LONG, out=LONG, f="a +"), "expected one such as"),
         (lambda: alg.transform(par, LONG, out=LONG, f="sqr(a)"), "no function 'sqr'"),
