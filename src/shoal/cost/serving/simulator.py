@@ -110,7 +110,7 @@ class Speculation:
 
     Args:
         tokens: expected of a step of one request with 0, 1, ... nodes.
-        guess_s: s of the guesses of a step.
+        guess_s: s of drafting per step.
     """
 
     tokens: tuple[float, ...]

@@ -46,7 +46,7 @@ class WeightSplit(Value):
         module: path of the module that uses it.
         table: it is looked up.
         head: path of a head that multiplies by the same weights, where they are tied.
-        gathered: what it makes is the model's output, and is given back whole.
+        gathered: its output is the model's output and is returned gathered.
     """
 
     style: Literal["column", "row", "vocabulary"]

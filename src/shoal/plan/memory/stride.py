@@ -67,7 +67,7 @@ class UpdatePattern(Value):
 
     Args:
         groups: sub-groups, in order.
-        stride: one of so many is updated elsewhere than the others; :data:`HOST_ONLY` for none.
+        stride: one in ``stride`` sub-groups is updated on the device; :data:`HOST_ONLY` for none.
         mirrored: the one is the host's and the others are the device's.
         residents: last sub-groups whose state stays on the device for ever.
     """

@@ -12,7 +12,7 @@ from shoal.plan.trees.common import tree_of
 
 @part
 class Cartesian:
-    """All combinations of the best guesses of each level, level by level.
+    """All combinations of the best candidates of each level.
 
     Args:
         widths: candidates of each level, from the root; the tree has ``w1 + w1 w2 + w1 w2 w3 +

@@ -13,7 +13,7 @@ from shoal.plan.trees.common import tree_of
 
 @part
 class ChainTree:
-    """One path of best guesses.
+    """A single path of the best candidates.
 
     Args:
         depth: length of the chain; 0 for the drafter's depth.

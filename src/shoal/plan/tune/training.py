@@ -69,7 +69,7 @@ class TrainingObjective:
 
     Args:
         model: the model, where the job does not name one that is known.
-        whole_flops: count what is computed again, as Megatron and DeepSpeed report it.
+        whole_flops: include recomputation, as Megatron and DeepSpeed report it.
     """
 
     job: TrainJob

@@ -43,7 +43,7 @@ class AdapterRoutes:
 
     Args:
         client: of the engine.
-        limits: what a request may ask for.
+        limits: limits of the options of a request.
         name: what the model is called in requests.
         places: where adapters may be read from.
     """

@@ -74,15 +74,15 @@ class DisaggEngine(EngineLike):
     """Requests in, tokens out, by several processes; see the module.
 
     Args:
-        job: what to serve; ``disagg`` says how many instances, unless ``colocated`` does.
+        job: the serving job; ``disagg`` has the number of instances, unless ``colocated`` is given.
         colocated: instances that each do both phases, in the place of ``disagg``.
-        pin: give each instance as many cores of its own as it has threads.
+        pin: pin each instance to as many cores as it has threads.
         hang_s: s of silence of an instance with open requests that end everything.
         recording: keep what each request moved in ``moved``, which grows.
 
     Raises:
-        ServeError: an instance cannot be started or cannot load the model, or the job asks for
-            what only planning knows.
+        ServeError: an instance cannot be started or cannot load the model, or the job has options
+            that only planning supports.
     """
 
     def __init__(

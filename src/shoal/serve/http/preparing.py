@@ -22,7 +22,7 @@ class RequestPreparer:
     Args:
         text: tokenizer of the model.
         model: what the engine says about its model.
-        limits: what a request may ask for.
+        limits: limits of the options of a request.
 
     Attributes:
         eos_ids: tokens that end an answer.

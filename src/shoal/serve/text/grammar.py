@@ -212,7 +212,7 @@ class Grammars(EngineHook):
     """Which tokens may come next, for requests with a grammar.
 
     Args:
-        vocabulary: called when the first grammar is met, since most servers never meet one.
+        vocabulary: called with the first grammar, because most servers never use one.
     """
 
     kind: ClassVar[str] = "grammar"

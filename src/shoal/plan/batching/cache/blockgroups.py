@@ -69,8 +69,8 @@ class BlockGroups:
 class GroupedBlocks:
     """The bookkeeping that :class:`BlockGroups` builds.
 
-    A block is free, held by a request, in the spare behind a request's last block, or cooling:
-    given back while a transfer still touched it, and taken only when nothing else is left.
+    A block is free, held by a request, spare after a request's last block, or cooling: freed during
+    a transfer, and reused only if no other block is free.
 
     Args:
         group: blocks of a group.

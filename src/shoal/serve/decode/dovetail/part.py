@@ -172,7 +172,7 @@ class DovetailDrafter:
     """The verifier's side of a drafter in another process.
 
     Args:
-        told: what that process is given, see :mod:`~shoal.serve.decode.dovetail.worker`.
+        told: arguments of that process, see :mod:`~shoal.serve.decode.dovetail.worker`.
         nodes: most nodes of a tree.
         nbytes: of the drafter's weights and of what it keeps of one request.
 
@@ -184,8 +184,8 @@ class DovetailDrafter:
         itemsize: bytes of one of its numbers.
         target_layers: first layers of the target that are computed there.
         expected_bytes: that must have crossed the way by the formula.
-        drafts: passes and s of the drafter for each of the last trees, as it said; a tree that was
-            drafted ahead took none.
+        drafts: passes and s reported by the drafter for each of the last trees; 0 for a tree that
+            was drafted ahead.
     """
 
     needs: ClassVar[Needs] = "all"

@@ -173,7 +173,7 @@ class DraftModelDrafter:
         breadth: nodes of each level that are expanded.
         nodes: most nodes of a tree; 0 for breadth * depth.
         limit: most tokens of a request that the draft can read.
-        draws: requests that sample get guesses that are drawn.
+        draws: draft tokens of requests that sample are drawn.
         quick: computes the levels behind the first in the place of ``net``, on the same cache and
             not as exactly: the keys and values that it leaves are computed again by ``net``.
         repairs: they are; False keeps them, to see what that costs.

@@ -124,7 +124,7 @@ class PpdDrafter:
 
     Args:
         embeddings: [m, E, D] of the prompt tokens.
-        trees: of every number of rows, and of every number of guesses at hand.
+        trees: of every number of rows and of available predictions.
         vocab_size: V.
     """
 
