@@ -79,7 +79,7 @@ def test_bias_whose_gradient_is_added_twice() -> None:
     views = [{"down.bias": 2 * whole()["down.bias"]} for _ in PLACES]
     finding = only(case(views))
     assert finding.kind == "added_times" and finding.names == ("down.bias",)
-    assert "added 2 times, once by every rank of dp or tp" in finding.text
+    assert "summed 2 times, once by every rank of dp or tp" in finding.text
     views = [{"down.bias": whole()["down.bias"] / 2} for _ in PLACES]
     assert only(case(views)).kind == "divided"
 
@@ -92,7 +92,7 @@ def test_bias_that_every_rank_adds() -> None:
     assert finding.kind == "bias_added_times" and finding.names == ("down.bias",)
     assert "added 2 times, once by every rank of tp" in finding.text
     lost = replace(output, split=one - bias)
-    assert "shards are not reduced" in only(case(views, output=lost, loss_differs=True)).text
+    assert "not added" in only(case(views, output=lost, loss_differs=True)).text
     # A row-parallel layer returns a part; the ranks' parts add up to one bias too many.
     part = replace(output, split=random.normal(size=one.shape), total=one + bias)
     assert only(case(views, output=part, loss_differs=True)).kind == "bias_added_times"

@@ -153,7 +153,7 @@ def test_bad_input_is_named(words, message):
 def test_a_model_of_its_own_must_be_what_it_is_said_to_be(tmp_path):
     huggingface.write(tmp_path / "plain", random(CONFIG, 1), None)
     result = run("--also", f"ladder={tmp_path / 'plain'}").exception
-    assert "is a plain one" in str(result)
+    assert "is a plain model" in str(result)
     assert isinstance(run("--also", f"duo={tmp_path}").exception, ModelError)
 
 

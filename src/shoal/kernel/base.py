@@ -47,7 +47,7 @@ class BaseKernel:
         needs: flags of the CPU without which it must not be run.
         compiled: it needs a C++ compiler.
         gates: it computes products of which half gate the others.
-        packs: it keeps its constants in an order of its own, so that they need not be kept twice.
+        packs: it repacks its constants, so the originals need not be kept.
         rate: key of ``Device.peak_flops`` that bounds it.
         memory_share: of the read bandwidth that it reaches, if not measured.
         compute_share: of that rate that it reaches, if not measured.

@@ -50,7 +50,7 @@ class Tape:
     Args:
         calls: in order.
         result: what the recorded function returned; played calls write there.
-        kept: whatever has memory that the calls use.
+        kept: owners of memory that the calls use.
     """
 
     def __init__(self, calls: Sequence[_Call], result: Tensor, kept: object) -> None:

@@ -28,7 +28,7 @@ class DispatchedLinear(nn.Module):
 
     Args:
         wanted: backend that must be taken.
-        exact: a row has the same bits whatever other rows are computed beside it.
+        exact: the bits of a row do not depend on the other rows.
         gated: the first half of the rows gate the second, and their product is given.
         pack: let go of the weight where one kernel, which has packed it, does all.
     """

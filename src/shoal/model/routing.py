@@ -85,13 +85,13 @@ class Tokens:
 
 
 class RoutingRequest(NamedTuple):
-    """What a gate is asked.
+    """The input of a gate.
 
     Args:
         top_k: experts a token is sent to.
         normalise: the weights of a token add up to 1.
         own: the gate's parameters beside the router's matrix, by name.
-        tokens: what is known of the tokens; None in inference.
+        tokens: identity of the tokens (seed, step, position); None in inference.
         keep: of scores [N, K] for experts [N, K], which are among the best of an expert; those
             that it has room for, by the model's capacity factor, or 1 if it has none.
     """

@@ -34,9 +34,9 @@ class QuantizationResult(Value):
         matrix_bits: stored bits of a weight of the matrices that are packed.
         bytes_before: of all weights as they were read.
         bytes_after: of all weights as they were written.
-        quality: on held-out text; None where it was not asked for.
+        quality: on held-out text; None if not requested.
         decode_s: seconds of a token of one sequence, as it was and as it is now.
-        speedup: median of the ratios of those, measured in turn, and its 90 % interval.
+        speedup: median of their interleaved paired ratios, with its 90 % interval.
     """
 
     format: str

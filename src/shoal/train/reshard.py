@@ -67,8 +67,8 @@ class _Need(NamedTuple):
 class ReshardedState:
     """What :meth:`~shoal.train.loop.RankTrainer.load` reads, as it does a checkpoint.
 
-    The first time it is read it only writes down what is asked for; after :func:`move` has brought
-    that, it hands it out.
+    The first read only records the requests; after :func:`move` has transferred them, reads return
+    the tensors.
 
     Args:
         shapes: name -> whole shape of everything that there is.

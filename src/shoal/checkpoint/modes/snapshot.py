@@ -107,7 +107,7 @@ def _runs(image: Image, count: int) -> list[tuple[int, int]]:
 
 
 class PooledBytes:
-    """The bytes of a file in a pool, given back when they are written.
+    """The bytes of a file in a pool, released after they are written.
 
     Args:
         pool: whose they are.

@@ -58,7 +58,7 @@ class BoxingStep(NamedTuple):
     Args:
         source: placement before.
         target: placement after.
-        elements: elements that travel between ranks, all ranks together.
+        elements: elements sent between ranks, in total.
     """
 
     source: Placement

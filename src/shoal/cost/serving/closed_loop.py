@@ -24,7 +24,7 @@ _TOGETHER = 8192
 
 @dataclass(frozen=True)
 class Clients:
-    """What a closed loop asks for."""
+    """The workload of a closed loop."""
 
     number: float
     prompt: int

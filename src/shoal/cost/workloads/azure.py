@@ -37,7 +37,7 @@ class Azure:
 
     Args:
         path: path of the file, also searched in the directory ``SHOAL_DATA``.
-        requests: the first so many; None takes all.
+        requests: number of first requests to take; None for all.
         rate: requests per second to which the times are stretched; None keeps them.
         scale: divisor of all lengths, for small models and machines.
     """

@@ -39,7 +39,7 @@ class LoopReduction:
     Args:
         op: one of :data:`NAMED`, or an expression of x and y.
         f: of the elements.
-        init: what it begins with; nothing for an empty range is an error without, but for + and *.
+        init: initial value; without one, an empty range is an error, except for + and *.
     """
 
     op: str | CppExpression

@@ -37,8 +37,7 @@ class Counters:
 
     Args:
         multiplies: products of two entries.
-        probes: slots of hash tables that were looked at for them, per product that was hashed;
-            0 where none was.
+        probes: probes of hash tables per hashed product; 0 without hashed products.
         dense_rows: rows, or pieces of rows, that were summed in a dense range.
         hash_rows: rows, or pieces of rows, that were summed in a hash table.
         pieces: of them, pieces of rows that are too long for one table.

@@ -287,7 +287,7 @@ class BlockIndices(Instruction):
 
 @dataclass(eq=False, slots=True)
 class GlobalView(Instruction):
-    """Look at memory as a tensor."""
+    """View memory as a tensor."""
 
     out: Global
 
@@ -372,7 +372,7 @@ class CommitGroup(Instruction):
 
 @dataclass(eq=False, slots=True)
 class WaitGroup(Instruction):
-    """Wait until at most so many groups are under way."""
+    """Wait until at most this many groups are unfinished."""
 
     pending: int
 

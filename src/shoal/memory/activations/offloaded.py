@@ -50,7 +50,7 @@ _A = TypeVar("_A", bound=OffloadedStorage)
 
 
 class TensorPlaceholder(NamedTuple):
-    """What is kept in the place of a tensor."""
+    """Placeholder of an offloaded tensor."""
 
     away: OffloadedStorage
     dtype: torch.dtype

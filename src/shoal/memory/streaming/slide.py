@@ -113,7 +113,7 @@ class Rehearsal(NamedTuple):
         peak_bytes: most bytes of blocks on the device.
         span_bytes: memory in which they find room; more than the peak where blocks of different
             sizes leave holes.
-        seconds: of a pass, or of a pass forward and back, once the window goes round.
+        seconds: seconds of a forward pass, or of a forward and backward pass, in steady state.
         loads: blocks that are loaded in it.
         stall_s: s of it in which a block is waited for.
     """

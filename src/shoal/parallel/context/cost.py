@@ -11,7 +11,7 @@ from shoal.ir import Estimate, Interval, Machine, Work
 
 
 class Route(NamedTuple):
-    """What travels among some neighbours of the ranks that share a sequence.
+    """Messages among neighbouring ranks that share a sequence.
 
     Args:
         traffic: of one rank and one layer.

@@ -34,7 +34,7 @@ _ENDLESS = 2**62
 
 @part
 class Averaging(ABC):
-    """Workers take steps of their own and average what a round of them has changed.
+    """Workers make local steps and average their changes once per round.
 
     Args:
         tau: optimizer steps of a round; auto is the smallest number that hides the all-reduce, by

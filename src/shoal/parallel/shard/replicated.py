@@ -107,10 +107,10 @@ class ReplicatedModel:
     """See :class:`~shoal.parallel.protocols.ShardedModel`.
 
     Attributes:
-        overlap: a bucket travels as soon as the last backward pass has filled it. Off, all
-            travel in :meth:`finish`: for passes that write gradients outside of autograd,
-            and for parameters that several last passes add to.
-        hidden_bytes: of gradients that began to travel in the last step's backward passes.
+        overlap: a bucket is reduced as soon as the last backward pass has filled it. If off, all
+            are reduced in :meth:`finish`: for passes that write gradients outside of autograd, and
+            for parameters to which several last passes add.
+        hidden_bytes: bytes of gradients whose reduction began in the last step's backward passes.
         after_bytes: of those that travelled after them.
     """
 

@@ -83,7 +83,7 @@ def plan_serve(
     Raises:
         ModelError: there is no such model.
         PlanError: a limit that the model or the workload cannot keep.
-        MachineError: the machine lacks a rate that is needed.
+        MachineError: the machine has no value for a required rate.
         DataError: a trace that cannot be read.
         ConfigError: an option of a part is wrong.
     """

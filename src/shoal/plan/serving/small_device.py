@@ -84,7 +84,7 @@ class SmallDevice:
         """A drafter with predicted times.
 
         Raises:
-            MachineError: the machine lacks a rate that is needed.
+            MachineError: the machine has no value for a required rate.
         """
         part = table("drafter").build(Choice(name="dovetail", options={"layers": layers}))
         dense = min(layers, self.shape.num_dense_layers)
