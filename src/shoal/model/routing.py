@@ -91,7 +91,7 @@ class RoutingRequest(NamedTuple):
         top_k: experts a token is sent to.
         normalise: the weights of a token add up to 1.
         own: the gate's parameters beside the router's matrix, by name.
-        tokens: identity of the tokens (seed, step, position); None in inference.
+        tokens: step and numbers of the tokens in the global batch; None in inference.
         keep: of scores [N, K] for experts [N, K], which are among the best of an expert; those
             that it has room for, by the model's capacity factor, or 1 if it has none.
     """
