@@ -72,7 +72,7 @@ class BaseKernel:
     def refuses(self, call: Any) -> str | None:
         """Why it cannot compute that here, or None if it can.
 
-        What no machine could compute is named before what this one lacks.
+        Reasons that hold on every machine come before those of this machine.
         """
         if call.device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"

@@ -97,7 +97,7 @@ def dispatch(
     """The kernel for a call.
 
     Args:
-        call: what is asked.
+        call: the call.
         wanted: the backend that must be taken; the fastest, if not given.
         machine: where; the machine of this process, if not given.
         exact: only kernels whose rows do not depend on what else is computed.

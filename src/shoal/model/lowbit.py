@@ -80,7 +80,7 @@ class LowBitLinear(nn.Module):
     def from_packed(
         cls, packed: PackedMatrix, bias_N: Tensor | None = None, **options: Any
     ) -> Self:
-        """The same for weights that were quantized before, by whatever method."""
+        """The same for weights that are already quantized, by any method."""
         return cls(packed, bias_N, **options)
 
     def use(self, *, wanted: str | None = None, exact: bool = False) -> None:
@@ -109,7 +109,7 @@ class LowBitLinear(nn.Module):
         return out
 
     def call(self, rows: int, dtype: torch.dtype = torch.bfloat16) -> LowbitLinearCall:
-        """What is asked for so many rows."""
+        """The kernel call for this number of rows."""
         return LowbitLinearCall(
             rows_like(max(1, rows)),
             self.out_features,

@@ -246,9 +246,9 @@ class _AddLoss(torch.autograd.Function):
 
 
 def add_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """``x`` as it is; in its backward pass ``loss`` gets a gradient of 1, whatever ``x`` gets.
+    """Returns ``x``; in the backward pass ``loss`` gets a gradient of 1.
 
-    So a loss of a layer in the middle needs not travel to the end of the model.
+    So the loss of an inner layer need not be passed to the end of the model.
     """
     out: Tensor = _AddLoss.apply(x, loss)  # type: ignore[no-untyped-call]
     return out

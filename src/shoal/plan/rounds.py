@@ -112,7 +112,7 @@ _WIDE, _TALL, _GAP, _LEFT, _TOP = 720, 16, 26, 96, 40
 
 
 def rounds_picture(priced: SyncOptions) -> str:
-    """An SVG: for each way two lanes with one time axis, what is computed and what travels.
+    """An SVG: for each method two lanes with one time axis, computation and communication.
 
     It is as long as a round of the way that takes longest, and a step of rounds has their colour,
     as has their average.

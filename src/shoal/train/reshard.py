@@ -248,7 +248,7 @@ def switch(
 
     Args:
         trainer: the one that trains; it is closed.
-        job: the same but for how it is split.
+        job: the same job with another parallelism.
         tokens: the corpus.
         comm: all ranks.
         close: end the old trainer.
@@ -283,7 +283,7 @@ def switch_engine(
     Args:
         engine: the one that trains.
         updater: its optimizer.
-        job: the same but for how it is split.
+        job: the same job with another parallelism.
         comm: all ranks.
 
     Returns:

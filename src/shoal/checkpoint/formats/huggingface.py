@@ -144,7 +144,7 @@ class HuggingFaceFormat:
         return path.suffix == ".gguf" or any((path / name).is_file() for name in _WEIGHTS)
 
     def open(self, path: Path, *, spec: UniversalSpec | None = None) -> Contents:
-        """Open it; headers are read, weights when they are asked for."""
+        """Open it; reads the headers; weights are loaded lazily."""
         from shoal.model import huggingface
 
         if huggingface.is_gguf(path) or huggingface.quantization(path) is not None:

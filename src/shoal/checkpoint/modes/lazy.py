@@ -80,7 +80,7 @@ class Lazy:
 
 
 class RingBuffer:
-    """Host memory that is filled at one end and given back at the other.
+    """A ring buffer in host memory.
 
     Args:
         nbytes: its size, at least; whole chunks.
@@ -206,7 +206,7 @@ class Capture:
             self.ring.give_back()
 
     def close(self) -> None:
-        """No more is written: chunks that are ready are given back, and no more are made."""
+        """End the capture: ready chunks are released, and no more are created."""
         self._dropped = True
         self._return()
         if not self._ended:

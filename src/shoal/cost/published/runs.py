@@ -95,7 +95,7 @@ def job_of(run: PublishedRun) -> TrainJob:
 
 
 def engine_as_run(run: PublishedRun) -> EngineSpec:
-    """The engine with what it was asked for in this run."""
+    """The engine with its settings in this run."""
     # A tiled kernel computes attention's inside again in any case.
     tiled = run.recompute == "selective" and run.engine.attention != "plain"
     again = "none" if tiled or run.recompute in ("full", "stage") else run.recompute

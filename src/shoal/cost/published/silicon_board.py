@@ -90,7 +90,7 @@ def score_silicon_file(path: Path) -> SiliconBoard:
     """Score another table of the same columns by the engines' constants as they are.
 
     Raises:
-        ConfigError: the file lacks a column.
+        ConfigError: a column is missing.
     """
     runs, skipped = _replayed(read_silicon(path))
     scores = []

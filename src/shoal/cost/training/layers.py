@@ -98,7 +98,7 @@ class LayerCost:
 
     @property
     def once_s(self) -> float:
-        """Seconds that are spent once a step, whatever the number of micro-batches."""
+        """Seconds per step, independent of the number of micro-batches."""
         return self.extra_s + self.update_s
 
     @property

@@ -95,7 +95,7 @@ def built(
     """Generated functions, for one of the runtime.
 
     Args:
-        text: what stands behind native/algorithm.h: ``extern "C"`` functions.
+        text: code after native/algorithm.h: ``extern "C"`` functions.
         runtime: function of native/algorithms.cpp.
         functions: of the text, in the order in which the runtime takes them.
         sized: the runtime takes the size of a partial result, which ``text`` has as ``size``.

@@ -134,7 +134,7 @@ numa = block
 
 
 def static(size: int = 0) -> Chunking:
-    """Equal chunks, given out in turn; one a core if no size is given."""
+    """Equal chunks, assigned in turn; one per core if no size is given."""
     return Chunking("static", size)
 
 

@@ -44,7 +44,7 @@ class BaseFormat:
 
     @classmethod
     def read(cls, digits: str, text: str) -> dict[str, object]:
-        """Options from what stands behind the name of the format, such as the 4 of int4.
+        """Options from the text after the name of the format, such as the 4 of int4.
 
         Args:
             digits: what stands there.

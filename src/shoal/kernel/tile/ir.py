@@ -63,7 +63,7 @@ class Expr:
 
     @property
     def divisor(self) -> int:
-        """A number that divides it whatever its names are; 0 where it is 0."""
+        """A number that divides it for all values of its variables; 0 if it is 0."""
         if self.op == "const":
             return abs(self.constant or 0)
         if self.op == "name":

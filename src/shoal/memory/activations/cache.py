@@ -420,7 +420,7 @@ class TensorCache(StepHook):
         return storage
 
     def released(self, entry: CacheEntry, *, asked: bool) -> None:
-        """Autograd has let a handle go, in whatever thread."""
+        """Autograd has released a handle, in any thread."""
         if threading.get_ident() == self._thread:
             self._forget(entry, asked)
         else:

@@ -79,7 +79,7 @@ class Slide:
     def after_forward(self, block: int, *, training: bool) -> WindowMove | None:
         """What changes when a block's forward pass is over.
 
-        Without a backward pass the window goes round, and the next pass finds its first blocks.
+        Without a backward pass the window wraps around to the first blocks for the next pass.
         Before a backward pass it stays at the end of the chain.
         """
         if self.k == self.n or not self._due(block + 1):

@@ -48,8 +48,8 @@ class EmulatedLink:
 
         Args:
             nbytes: of the transfer.
-            asked_at: when it was asked for; now if not given. A way on which others wait does not
-                rest between two transfers, however late a thread wakes up.
+            asked_at: time of the request; now if not given. A link with waiting transfers is not
+                idle between two of them, however late a thread wakes up.
         """
         with self._lock:
             begin = max(time.perf_counter() if asked_at is None else asked_at, self._free_at)

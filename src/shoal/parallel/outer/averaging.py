@@ -105,7 +105,7 @@ class Averaging(ABC):
         return min(LONGEST, max(1, -int(-once // alone))) if alone > 0 else 1
 
     def kept_bytes(self, work: Work) -> float:
-        """What travels, x and the momentum; of the last two, and x before, a share if sharded."""
+        """Bytes of message buffer, x and momentum; a share of all but the buffer if sharded."""
         copies = 2.0 + self.momentum + (0.5 if self.dtype == "bf16" else 0.0)
         if self.sharded:
             copies = 1 + (3 + self.momentum) / self.workers(work.job.parallel.dp)

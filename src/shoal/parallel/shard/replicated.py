@@ -153,7 +153,7 @@ class ReplicatedModel:
         }
 
     def slice_in(self, order: Callable[[str], int]) -> None:
-        """From now on gradients travel when :meth:`send` says so, and what is left in the end.
+        """From now on gradients are reduced by :meth:`send`, and the rest at the end.
 
         Args:
             order: name of a parameter -> a number that grows with when its gradient is done.

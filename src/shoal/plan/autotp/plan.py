@@ -62,7 +62,7 @@ class TensorPlan(Value):
     """A tensor-parallel plan of a model.
 
     Args:
-        weights: parameter -> how it is split; all others are whole on every rank.
+        weights: parameter -> its sharding; all others are replicated.
         whole: parameter -> why it stays whole; norms and biases of sums are not listed.
         parameter_bytes: of all parameters.
         sharded_bytes: of those that are split.

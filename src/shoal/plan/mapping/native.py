@@ -201,7 +201,7 @@ class Native:
         simulations: int,
         seed: int,
     ) -> None:
-        """Search anew, with the networks of today, from everything that was seen in a game."""
+        """Repeat the search with the current networks from all positions of a game."""
         self._code.mapping_reanalyse(
             *weights.passed(),
             simulations,

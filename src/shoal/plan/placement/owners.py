@@ -34,7 +34,7 @@ class Owners:
         yield cls()
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Nothing: what travels to experts is priced with their grid."""
+        """No cost: the exchange of tokens is priced with the grid."""
         return copies(work, machine, 0)
 
     def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:

@@ -71,7 +71,7 @@ class ExpertPlacer(Protocol):
 
     @property
     def every(self) -> int:
-        """Steps after which the owners are chosen anew; 0 for never."""
+        """Steps between two choices of the owners; 0 for never."""
 
     @property
     def slots(self) -> int:

@@ -185,7 +185,7 @@ def competing(
     """A plan among those that compete with it, best first.
 
     Args:
-        job: as it was asked for.
+        job: the requested job.
         asked: its plan.
         drafters: directories of drafters that may guess.
         divide: other splits over the machine's devices compete, too.

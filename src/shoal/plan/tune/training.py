@@ -107,7 +107,7 @@ class TrainingObjective:
         """The concrete job of a configuration; its batch follows from the split.
 
         Raises:
-            ConfigError: the configuration lacks an axis, or is no legal split.
+            ConfigError: the configuration has no value for an axis, or its parallelism is invalid.
             PlanError: the devices are not filled.
         """
         missing = [name for name in AXES if name not in config]

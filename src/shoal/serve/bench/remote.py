@@ -165,7 +165,7 @@ class _WrongError(Exception):
 
 
 def served_model(remote: RemoteServer) -> RemoteModel:
-    """The model that a server is asked for: ``remote.model``, or the first that it lists.
+    """The name of the requested model: ``remote.model``, or the first that the server lists.
 
     Raises:
         ServeError: it lists no models, or not this one.

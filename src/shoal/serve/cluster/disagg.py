@@ -235,7 +235,7 @@ class DisaggEngine(EngineLike):
         return results
 
     def record(self, *, on: bool) -> list[tuple[StepSample, ...]]:
-        """The steps of each instance since recording began, which begins anew or ends.
+        """The steps of each instance since the start of the recording, which is restarted or ended.
 
         Their seconds are those of the whole turn of its loop. No request may be open.
         """
@@ -429,7 +429,7 @@ class DisaggEngine(EngineLike):
 
 
 def packed(request: Request) -> dict[str, Any]:
-    """What an instance receives of a request; the cache of another one is not at hand."""
+    """The form in which a request is sent to an instance, without another instance's cache."""
     return {**pack_request(request), "fork_of": None}
 
 

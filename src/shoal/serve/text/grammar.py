@@ -170,7 +170,7 @@ def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 def trial(form: Mapping[str, Any]) -> str:
-    """The grammar of a form, after it was compiled and asked for a first token.
+    """The grammar of a form, compiled and tested with a first token.
 
     Raises:
         GrammarError: what is wrong with it.

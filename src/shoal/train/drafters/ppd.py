@@ -76,7 +76,7 @@ class PpdTraining:
         check_levels(job, shape, self.prompts, "ppd.prompts")
 
     def begin(self, target: Transformer, job: DrafterJob) -> DrafterLearner:
-        """Fresh embeddings; the whole target is at hand and stands still."""
+        """New embeddings; the whole target is loaded and frozen."""
         from shoal.train.drafters.run.ppd import PromptLearner
 
         return PromptLearner(self, target, job.seed)

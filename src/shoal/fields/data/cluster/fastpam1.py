@@ -53,7 +53,7 @@ class FastPAM1:
         return EXCESS
 
     def candidates(self, work: ClusterWork, machine: Machine) -> Iterator[Self]:
-        """With every storage that fits; rows are not computed anew for each swap."""
+        """With every storage that fits; rows are not recomputed for each swap."""
         for storage in fitting(work, machine):
             if storage != "on_demand":
                 yield type(self)(storage=storage)

@@ -103,8 +103,8 @@ class PeerView(NamedTuple):
 def circulate(x: Tensor, peers: ContextPeers, tag: str) -> Iterator[tuple[int, Tensor]]:
     """Every member's ``x`` and who it is from, own first; the next is on its way meanwhile.
 
-    Where messages have tags, as on CPUs, each is expected a step early: Gloo sends what the other
-    end has asked for, and a question would wait behind results that go the same way.
+    With tagged messages, as on CPUs, each receive is posted one step early: Gloo sends only after
+    the receive is posted, and a late one would be queued after results in the same direction.
     """
     world, early = peers.world, x.device.type == "cpu"
     expected: list[tuple[Tensor, Pending]] = []

@@ -93,7 +93,7 @@ class GroupedBlocks:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out: free, spare and cooling."""
+        """Number of allocatable blocks: free, spare and cooling."""
         return self._free.total + self._num_spare + self._num_cooling
 
     def match_prefix(self, request: Request) -> int:

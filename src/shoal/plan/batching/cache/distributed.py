@@ -200,12 +200,12 @@ class DistributedBlocks(PagedBlocks):
 
     @property
     def num_local(self) -> int:
-        """Blocks of this instance that can be given out."""
+        """Number of allocatable blocks of this instance."""
         return len(self._free) + len(self._forgotten)
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out, granted ones of others included."""
+        """Number of allocatable blocks, including granted ones of other instances."""
         return self.num_local + self._num_credits - self._num_unbacked
 
     def allocate(self, request: Request, n_tokens: int) -> bool:
@@ -239,7 +239,7 @@ class DistributedBlocks(PagedBlocks):
         return self.match_prefix(child)
 
     def free(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.KVManager`; blocks elsewhere are to be given back."""
+        """See :class:`~shoal.ir.engine.KVManager`; lent blocks are marked for return."""
         self._holding.pop(request.id, None)
         loans = self._loans.pop(request.id, None)
         if loans is not None:
@@ -275,7 +275,7 @@ class DistributedBlocks(PagedBlocks):
 
     @property
     def borrowed(self) -> dict[int, int]:
-        """Blocks of each other instance that this one has: used, granted or to be given back."""
+        """Blocks of each other instance on loan: used, granted or to be returned."""
         numbers: dict[int, int] = {}
         for held in (self._credits, self._returns):
             for instance, blocks in held.items():
@@ -389,7 +389,7 @@ class DistributedBlocks(PagedBlocks):
             self._sent += 1
 
     def spare(self, keep: int) -> None:
-        """Grants beyond what is promised and ``keep`` free blocks are to be given back."""
+        """Grants beyond the promised blocks and ``keep`` free blocks are marked for return."""
         for instance in list(self._credits):
             while self._credits[instance] and self._num_credits > self._num_unbacked:
                 if self.num_free <= keep:
@@ -398,7 +398,7 @@ class DistributedBlocks(PagedBlocks):
                 self._num_credits -= 1
 
     def returns(self) -> dict[int, list[int]]:
-        """Blocks to give back to other instances, listed once: they are no longer ours then."""
+        """Blocks to return to other instances, which the call removes from this one."""
         returns, self._returns = self._returns, {}
         return returns
 

@@ -92,7 +92,7 @@ class PagedBlocks:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out, those of forgotten prefixes included."""
+        """Number of allocatable blocks, including evictable prefixes."""
         return len(self._free) + len(self._forgotten)
 
     def match_prefix(self, request: Request) -> int:

@@ -130,7 +130,7 @@ class FrozenLinear(nn.Module):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The weight [O, I], made anew."""
+        """The dequantized weight [O, I]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
