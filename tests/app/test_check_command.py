@@ -59,7 +59,7 @@ def test_verdicts_and_their_status(
 ) -> None:
     assert shoal(monkeypatch, EXAMPLES / "ddp.py") == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("equal: 2 ranks (dp 2) compute what one process does")
+    assert shown.startswith("equal: 2 ranks (dp 2) compute the same as one process")
     assert "relative error" in shown
     alone = tmp_path / "alone.py"
     text = (EXAMPLES / "ddp.py").read_text()

@@ -55,9 +55,9 @@ def test_losses_are_joined_by_part() -> None:
     assert combine_losses([1.0, 1.0, 3.0, 3.0], groups, "mean") == (2.0, "")
     assert combine_losses([1.0, None, None, 3.0], groups, "sum") == (4.0, "")
     assert combine_losses([2.0, 2.0, 2.0, 2.0], groups, "same") == (2.0, "")
-    assert "not the same" in combine_losses([1.0, 1.0, 3.0, 3.0], groups, "same")[1]
+    assert "losses differ" in combine_losses([1.0, 1.0, 3.0, 3.0], groups, "same")[1]
     assert "no rank of [2, 3]" in combine_losses([1.0, 1.0, None, None], groups, "mean")[1]
-    assert "hold the same rows" in combine_losses([1.0, 2.0, 3.0, 3.0], groups, "mean")[1]
+    assert "have the same rows" in combine_losses([1.0, 2.0, 3.0, 3.0], groups, "mean")[1]
     places = [{"dp": d, "tp": t} for d in (0, 1) for t in (0, 1)]
     assert groups_by(places, ["dp"]) == [[0, 1], [2, 3]]
     assert groups_by(places, []) == [[0, 1, 2, 3]]
@@ -82,7 +82,7 @@ def test_batches_of_any_structure() -> None:
     part = split_rows(batch, 1, 2, ragged=False)
     assert part["x"].tolist() == [[4, 5], [6, 7]]
     assert part["rest"][0] == 3 and part["rest"][1][0].tolist() == [2, 3] and part["rest"][2] == "w"
-    with pytest.raises(ConfigError, match="no tensors to deal out"):
+    with pytest.raises(ConfigError, match="no tensors to distribute"):
         split_rows({"x": 3}, 0, 2, ragged=False)
     wide = map_tensors(
         [torch.ones(1), torch.ones(1, dtype=torch.complex64), torch.ones(1).int()],

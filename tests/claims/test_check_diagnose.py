@@ -79,7 +79,7 @@ def test_bias_whose_gradient_is_added_twice() -> None:
     views = [{"down.bias": 2 * whole()["down.bias"]} for _ in PLACES]
     finding = only(case(views))
     assert finding.kind == "added_times" and finding.names == ("down.bias",)
-    assert "added 2 times, once by every rank of dp or tp" in finding.text
+    assert "summed 2 times, once by every rank of dp or tp" in finding.text
     views = [{"down.bias": whole()["down.bias"] / 2} for _ in PLACES]
     assert only(case(views)).kind == "divided"
 
@@ -117,7 +117,7 @@ def test_gradient_lost_on_its_way_back() -> None:
     views = [{name: random.normal(size=5) for name in ORDER[:2]} for _ in PLACES]
     finding = only(case(views, solo=()))
     assert finding.kind == "backward" and finding.names == ("norm.weight",)
-    assert "right from up.weight on" in finding.text
+    assert "correct from up.weight on" in finding.text
 
 
 def test_what_is_not_in_the_gradients() -> None:

@@ -151,5 +151,5 @@ def test_a_random_step_is_not_blamed_on_the_split(
 ) -> None:
     monkeypatch.setenv("DROP", "1")
     file = write(tmp_path, "def loss(model, x):\n    return model(x).sum()\n")
-    with pytest.raises(ConfigError, match=r"does not equal itself.* dropout is on in 1"):
+    with pytest.raises(ConfigError, match=r"is not reproducible.* dropout is on in 1"):
         check(CheckSettings(file=file))

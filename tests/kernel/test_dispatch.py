@@ -77,7 +77,7 @@ def test_no_estimate_is_below_the_roofline_without_measurements():
 def test_exact_takes_only_what_does_not_depend_on_company():
     call = LinearCall(512, 4096, 4096, "fp32")
     assert dispatch(call, machine=machine(), exact=True).invariant
-    with pytest.raises(KernelError, match=r"torch.*exact is asked"):
+    with pytest.raises(KernelError, match=r"torch.*the call requires exact"):
         dispatch(call, wanted="torch", exact=True)
 
 

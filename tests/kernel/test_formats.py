@@ -208,8 +208,8 @@ def test_scales_keep_small_groups_and_refuse_large_ones():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("int9-g128", "'9' is no width; expected 1 to 8 bits"),
-        ("int-g128", "no width"),
+        ("int9-g128", "'9' is not a width; expected 1 to 8 bits"),
+        ("int-g128", "not a width"),
         ("nt4-g128", "did you mean 'int'"),
         ("int4-g0", "'g0': expected g and a number"),
         ("int4-g64-g32", "expected one of -gN and -channel"),

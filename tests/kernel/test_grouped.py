@@ -199,9 +199,9 @@ def test_what_needs_no_gradient_has_none():
 @pytest.mark.parametrize(
     ("rows", "weight", "counts", "told"),
     [
-        ((5, 8), (2, 4, 8), [2, 2], r"their sum is 4, and there are 5 rows"),
-        ((5, 8), (2, 4, 8), [7, -2], r"none below 0"),
-        ((5, 8), (2, 4, 8), [5], r"1 of them for 2 experts; give one for each"),
+        ((5, 8), (2, 4, 8), [2, 2], r"their sum is 4, but there are 5 rows"),
+        ((5, 8), (2, 4, 8), [7, -2], r"at least 0"),
+        ((5, 8), (2, 4, 8), [5], r"1 counts for 2 experts; give one per expert"),
         ((5, 7), (2, 4, 8), [2, 3], r"rows \[5, 7\] and matrices \[2, 4, 8\]"),
         ((5, 8), (4, 8), [2, 3], r"expected \[M, K\] and \[E, N, K\]"),
         ((5, 1, 8), (2, 4, 8), [2, 3], r"expected \[M, K\] and \[E, N, K\]"),

@@ -130,7 +130,7 @@ def test_bad_input_is_named(text, compiled, monkeypatch):
         monkeypatch.setattr(common, "fast", lambda _: False)
     with pytest.raises(KernelError, match=r"\[1, 0, 5\]: expected finite"):
         kv_format(text).encode(x)
-    with pytest.raises(KernelError, match="a power of two of 2 to 1024"):
+    with pytest.raises(KernelError, match="a power of two from 2 to 1024"):
         BfpKVFormat(block=24)
     with pytest.raises(KernelError, match=r"12 \(mantissas of 4 bits\) or 16"):
         BfpKVFormat(bits=8)

@@ -348,12 +348,14 @@ def test_trees_are_named_when_they_are_too_large_and_blocks_refuse_them():
     q, k, v, blocks, lengths, _ = make(call, [80, 30])
     tree = torch.tensor([[15, 30], [1, 0]])
     if BACKENDS["cpp"].refuses(call) is None:
-        with pytest.raises(KernelError, match=r"tree\[0, 0\] = 15: expected a place less than 64"):
+        with pytest.raises(
+            KernelError, match=r"tree\[0, 0\] = 15: expected a position less than 64"
+        ):
             BACKENDS["cpp"].prepare(call)(q, k, v, blocks, lengths, None, tree)
     with pytest.raises(KernelError, match=r"tree: torch\.float32"):
         BACKENDS["reference"].prepare(call)(q, k, v, blocks, lengths, None, tree.float())
     branches = dataclasses.replace(call, head_dim=64, dtype="bf16", queries=64)
-    assert all("branches" in BACKENDS[name].refuses(branches) for name in ("packed", "amx"))
+    assert all("form a tree" in BACKENDS[name].refuses(branches) for name in ("packed", "amx"))
 
 
 @pytest.mark.parametrize("backend", ["packed", "amx"])

@@ -396,7 +396,7 @@ def test_bad_entries(with_compiler: bool, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(csr_module, "compiler", lambda: None)
     good = from_any("A", drawn(4, 5, 0.9, 1))
     for bad, message in (
-        (Csr((4, 5), good.ptr, good.col.flip(0), good.val), "row 0: columns out of order"),
+        (Csr((4, 5), good.ptr, good.col.flip(0), good.val), "row 0: unsorted columns"),
         (Csr((4, 3), good.ptr, good.col, good.val), "a column outside"),
         (Csr((4, 5), good.ptr, good.col - 1, good.val), "a column outside"),
         (Csr((4, 5), good.ptr + 1, good.col, good.val), "row pointers"),

@@ -400,7 +400,7 @@ def bad(what: str) -> None:
         ("dot", "nearest"),
         ("layouts", "every thread to hold"),
         ("uncommitted", "not committed"),
-        ("pending", "under way"),
+        ("pending", "before a copy into it has finished"),
         ("unsynced", "Sync first"),
         ("overwritten", "still be read"),
     ],

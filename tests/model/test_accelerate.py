@@ -82,7 +82,10 @@ def test_the_experts_products_are_those_that_are_wanted():
     fast = accelerate(copy.deepcopy(plain), {"grouped_linear": "reference"})
     assert fast.blocks[0].mlp.grouped == "reference"
     assert torch.allclose(logits(fast), logits(plain), atol=1e-4)
-    with pytest.raises(KernelError, match=r"grouped_linear = 'loop': it gives a row other bits"):
+    with pytest.raises(
+        KernelError,
+        match=r"grouped_linear = 'loop': it gives results whose bits depend on the other rows",
+    ):
         accelerate(copy.deepcopy(plain), {"grouped_linear": "loop"}, exact=True)
 
 

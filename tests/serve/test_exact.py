@@ -98,7 +98,7 @@ def test_fewer_bits_change_little(options, tolerance):
     ("options", "words"),
     [
         ({"kernel": {"lienar": "cpp"}}, "no such operator"),
-        ({"kernel": {"linear": "torch"}, "exact": True}, "exact is asked"),
+        ({"kernel": {"linear": "torch"}, "exact": True}, "the call requires exact"),
         ({"kv_format": {"name": "bfp", "block": 64}}, "do not divide heads of 32"),
         ({"kv_format": "int9"}, "expected one of"),
         ({"weights": "int4-g7"}, "int4-g7"),

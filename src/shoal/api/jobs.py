@@ -88,7 +88,7 @@ def read_job(
     elif source is not None and file is None:
         if (other := flags.get(kind.subject)) is not None:
             raise ConfigError(
-                f"{kind.subject}: given twice, {source} and {other}; give one of both"
+                f"{kind.subject}: given twice, {source} and {other}; give one of the two"
             )
         flags = {**flags, kind.subject: str(source)}
     resolved = resolve(

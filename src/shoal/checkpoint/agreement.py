@@ -53,7 +53,7 @@ class KeptPlans:
     """Plans of ranks that load in this process.
 
     Attributes:
-        kept: what identifies layouts and wishes -> digest of what all ranks asked for, plan.
+        kept: key of layouts and requests -> digest of all ranks' requests, plan.
     """
 
     kept: OrderedDict[tuple[Any, ...], tuple[str, ReadTurns]] = field(default_factory=OrderedDict)

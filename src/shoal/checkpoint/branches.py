@@ -29,7 +29,7 @@ class CheckpointBranch:
     """Where a branch begins.
 
     Args:
-        of: number of the branch whose checkpoint it begins with.
+        of: number of the branch with the initial checkpoint.
         step: of that checkpoint; None for the first branch, which begins by itself.
     """
 

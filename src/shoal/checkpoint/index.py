@@ -60,7 +60,7 @@ Digest = str
 
 
 def digest(value: Any) -> Digest:
-    """SHA-256 of plain data, whatever the order of its keys."""
+    """SHA-256 of plain data, independent of the order of its keys."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -52,7 +52,7 @@ class ReaderState:
         epochs: source -> epochs that it has begun.
         drawn: samples that it has drawn; its choice between sources goes on from there.
         packing: tokens of sequences that are not full yet.
-        ready: samples that were read and not handed out.
+        ready: samples that were read and not returned yet.
     """
 
     spans: Mapping[str, tuple[EpochSpan, ...]]

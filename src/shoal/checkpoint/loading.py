@@ -102,8 +102,8 @@ def load_pieces(
 
     Args:
         saved: the checkpoint, which every rank has opened.
-        wanted: this rank's boxes; every tensor is written, whatever lay in it. After an error
-            their contents are undefined.
+        wanted: this rank's boxes; every tensor is overwritten. After an error their contents are
+            undefined.
         comm: the ranks that load together; what several want is then read by one of them.
         verify: compare pieces with their checksums, which needs them whole. Without it only
             wanted rows are read, and damage goes unseen.

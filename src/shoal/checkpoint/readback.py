@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def chunks_of(path: Path) -> Iterator[tuple[int, np.ndarray]]:
-    """A file from its first byte to its last; a chunk is gone when the next is asked for.
+    """A file from its first byte to its last; a chunk is invalid after the next is requested.
 
     Raises:
         OSError: it cannot be read.

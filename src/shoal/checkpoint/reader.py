@@ -67,8 +67,8 @@ def bytes_in_turn(
         pinned: read into memory from which devices copy.
 
     Yields:
-        The bytes of each range, uint8, which are used up when the next are asked for; or why they
-        cannot be read.
+        The bytes of each range, uint8, valid until the next request; or the reason why they cannot
+        be read.
     """
     local = _Local(folder.path) if isinstance(folder, LocalFolder) else None
     longest = max((one.stop - one.start for one in ranges), default=0)

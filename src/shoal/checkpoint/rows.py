@@ -37,7 +37,7 @@ class TensorRow(Value):
 
 
 def contents_rows(contents: Contents) -> list[TensorRow]:
-    """Of a checkpoint of whatever format."""
+    """Rows of a checkpoint of any format."""
     contents_rows = []
     for name in contents.names():
         dtype, shape = contents.dtype(name), contents.shape(name)

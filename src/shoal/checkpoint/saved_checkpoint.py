@@ -30,7 +30,7 @@ class SavedCheckpoint:
 
     Args:
         path: the directory of the step, on this host or wherever it lies.
-        advise: says what to do about damage, such as which other step to use.
+        advise: advice about damage, such as another step to use.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is of a newer format.

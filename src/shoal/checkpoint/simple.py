@@ -120,7 +120,7 @@ class Checkpoints:
         verify: bool = True,
         cast: bool = False,
     ) -> LoadReport:
-        """Fill a state with a saved one, whatever layout saved it.
+        """Load a saved state into ``state``, saved with any parallelism.
 
         Args:
             state: as for :meth:`save`; it may be less than what was saved. After an error

@@ -32,7 +32,7 @@ _PADDING = 4096
 
 
 class PrefixedTensors:
-    """The tensors of a checkpoint whose names begin with a prefix, named without it."""
+    """The tensors of a checkpoint with a given prefix, named without it."""
 
     def __init__(self, saved: SavedCheckpoint, prefix: str) -> None:
         self._saved = saved

@@ -114,8 +114,8 @@ class Storage(Protocol):
     """A place that holds the checkpoints of one run.
 
     Attributes:
-        reads_back: every byte is read again before an older step is deleted; elsewhere sizes are
-            compared, because reading is as dear as writing.
+        reads_back: every byte is read back before an older step is deleted; otherwise only sizes
+            are compared, because reading costs as much as writing.
     """
 
     reads_back: bool

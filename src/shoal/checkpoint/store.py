@@ -145,7 +145,7 @@ class Store:
         attempt: str = "",
         ticket: SaveTicket | None = None,
     ) -> None:
-        """The same with pieces that were checked already, or that are when they are asked for.
+        """The same with pieces that are already checked, or checked on request.
 
         ``attempt`` distinguishes this save from others of the step, on all ranks alike; ``ticket``
         receives how long what took.

@@ -45,7 +45,7 @@ STUDIES = PartTable(
         "tune": "shoal.plan.tune.tune_study:TuneStudy",
     },
     about=(
-        "A calculation about a technique; nothing of a job runs. Chosen by the word after "
+        "A calculation about a technique, without running a job. Chosen by the word after "
         "`shoal explain`."
     ),
     protocol="shoal.ir.explanation:Study",
@@ -122,6 +122,6 @@ CLAIMS = PartTable(
         "peft": "shoal.claims.experiments.peft:PeftClaim",
         "tune_serving": "shoal.claims.experiments.tune_serving:TuneServing",
     },
-    about="One experiment that judges a paper's claim here. Run by `shoal claims run`.",
+    about="An experiment that judges a paper's claim on this machine. Run by `shoal claims run`.",
     protocol="shoal.claims.protocols:Experiment",
 )

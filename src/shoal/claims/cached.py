@@ -84,7 +84,7 @@ def _digest_of(code: Sequence[str]) -> str:
     root, digest = PACKAGE, hashlib.sha256()
     for part in code:
         place = root / part
-        require(place.exists(), "code", part, expected="a file or directory of the package")
+        require(place.exists(), "code", part, expected="a file or directory in the package")
         for path in [place] if place.is_file() else sorted(place.rglob("*")):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode())
@@ -97,7 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(path.read_text())
         return data
     except ValueError as error:
-        raise StoreError(f"{path}: {error}; delete it, and it is made again") from None
+        raise StoreError(f"{path}: {error}; delete it to create it again") from None
 
 
 @contextlib.contextmanager

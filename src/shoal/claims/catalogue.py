@@ -85,7 +85,7 @@ class CatalogueRow(Value):
     @model_validator(mode="after")
     def _named(self) -> Self:
         if self.metrics and not self.peers:
-            raise ConfigError(f"row {self.id}: no peers; name them, or say why there are none")
+            raise ConfigError(f"row {self.id}: no peers; name them, or give the reason for none")
         return self
 
 

@@ -37,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        ModelError: it cannot be read or is no JSON object.
+        ModelError: it cannot be read or is not a JSON object.
     """
     try:
         raw = json.loads(read_text(path))

@@ -247,9 +247,9 @@ class FileCorpus:
     """Base of the corpora whose documents lie in files: their digest, their bytes, their cost.
 
     Args:
-        path: file or directory; any url that fsspec knows.
-        pattern: what a directory's file names must match; ``*`` also spans ``/``.
-        heldout_every: one document in so many is held out.
+        path: file or directory; any URL that fsspec supports.
+        pattern: pattern of the file names in a directory; ``*`` also matches ``/``.
+        heldout_every: one in ``heldout_every`` documents is held out.
     """
 
     path: str

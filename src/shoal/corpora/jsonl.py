@@ -16,7 +16,7 @@ MAX_LINE = 64 * 2**20
 
 @part
 class JsonlCorpus(FileCorpus):
-    """A document a line; blank lines are passed over.
+    """One document per line; blank lines are skipped.
 
     Held out: ``sha256(name) % heldout_every == 0``, where the name is the value of
     ``id_field``, or without one ``file#line`` with lines counted from 0.
@@ -77,7 +77,7 @@ def json_rows(listing: Listing) -> Iterator[tuple[dict[str, Any], str, str]]:
     """The objects of JSON Lines: each with its name and its place for errors.
 
     Raises:
-        DataError: a line is no JSON object; names file and line.
+        DataError: a line is not a JSON object; names file and line.
     """
     for file in listing.files:
         with listing.open(file) as stream:

@@ -20,14 +20,13 @@ from shoal.ir.plan import Work
 class MixedCorpus:
     """The documents of several sources, one source after the other; training shuffles windows.
 
-    A document is called ``source/name`` and keeps the split that its source gave it, so what is
-    held out can be scored source by source. Where a source is limited, the documents that stay
-    are spread evenly over it.
+    A document is named ``source/name`` and keeps the split of its source, so held-out documents can
+    be scored by source. Documents of a limited source are sampled evenly from it.
 
     Args:
         sources: name -> corpus.
-        limit_bytes: name -> bytes to take of that source, both splits together; all of a source
-            that is not named.
+        limit_bytes: name -> largest number of bytes of that source, both splits together; no limit
+            for sources without an entry.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"several_sources"})

@@ -16,7 +16,7 @@ BATCH_ROWS = 1024
 
 @part
 class Parquet(FileCorpus):
-    """A document a row; rows without text (null) are passed over.
+    """One document per row; rows without text (null) are skipped.
 
     Held out: ``sha256(name) % heldout_every == 0``, where the name is the value of
     ``id_column``, or without one ``file#row`` with rows counted from 0.

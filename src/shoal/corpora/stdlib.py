@@ -20,11 +20,11 @@ _FOREIGN = frozenset({"site-packages", "dist-packages"})
 
 @part
 class Stdlib:
-    """Every ``*.py`` of the running interpreter's standard library, a file a document.
+    """Every ``*.py`` of the running interpreter's standard library, one document per file.
 
-    Held out: ``sha256(relative path) % 20 == 0``, with ``/`` between directories. The
-    few files that are broken on purpose, for the tests of Python itself, are decoded
-    with replacement characters.
+    Held out: ``sha256(relative path) % 20 == 0``, with ``/`` between directories. The few files
+    with invalid encodings, which are tests of Python itself, are decoded with replacement
+    characters.
     """
 
     def documents(self, split: Split | None = None) -> Iterator[Document]:

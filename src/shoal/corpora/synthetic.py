@@ -45,16 +45,16 @@ _HOSTS = _words("alpha beta gamma delta omega sigma")
 
 @part
 class Synthetic:
-    """Documents of one kind, as many as fill ``num_bytes``; the seed alone decides what they say.
+    """Generated documents of one kind, ``size_bytes`` in total, determined by the seed.
 
     Held out: ``sha256(name) % heldout_every == 0``, where the name is ``kind/seed-number``.
 
     Args:
-        kind: records (JSON, one object a line), logs (requests and what became of them) or
-            arithmetic (sums, products and chains of them, step by step).
-        size_bytes: bytes of all documents, to within one of them.
+        kind: records (JSON, one object per line), logs (requests and their results) or arithmetic
+            (sums, products and chains of them, step by step).
+        size_bytes: total bytes, up to the length of one document.
         seed: seed of the text.
-        heldout_every: one document in so many is held out.
+        heldout_every: one in ``heldout_every`` documents is held out.
     """
 
     kind: Literal["records", "logs", "arithmetic"] = "records"

@@ -97,7 +97,7 @@ def problem(split: Split, number: int, seed: int = 0) -> QuestionAnswer:
     Args:
         split: whose seeds are its own, so that no problem of one is drawn for the other.
         number: which, from 0 on.
-        seed: of all problems.
+        seed: seed of all problems.
     """
     task = NAMES[number % len(NAMES)]
     question, answer = _TASKS[task](generator(seed, purpose=f"tasks {split}", index=number))
@@ -120,12 +120,12 @@ def is_right(prompt: str, answer: str) -> bool:
 
 @part
 class Tasks:
-    """Sorting, addition and JSON in turns, made from seeds when they are read.
+    """Sorting, addition and JSON problems, generated from seeds.
 
     Args:
-        problems: to train on.
-        heldout: problems that are held out; they are drawn from seeds of their own.
-        seed: of all problems.
+        problems: number of training problems.
+        heldout: number of held-out problems, with separate seeds.
+        seed: seed of all problems.
     """
 
     problems: Annotated[int, Ge(1)] = 60_000

@@ -22,11 +22,11 @@ _BLANK_LINE = re.compile(r"\n[ \t\r]*\n\s*")
 class TextCorpus(FileCorpus):
     r"""Text files; every file of a directory is a document.
 
-    A path that names one file is cut into documents: at the first blank line after
-    1/256 of the file (at least 512, at most 16,384 characters), or, where four times
-    that passes without a blank line, at the last line end. The pieces joined are the
-    file. Held out: ``sha256(name) % heldout_every == 0``, where the name is the path
-    relative to the directory, or ``file#number`` for a piece of a single file.
+    A single file is split into documents: at the first blank line after 1/256 of the file (at least
+    512, at most 16,384 characters), or, without a blank line in four times that length, at the last
+    line end. The concatenated documents are the file. Held out: ``sha256(name) % heldout_every ==
+    0``, where the name is the path relative to the directory, or ``file#number`` for a piece of a
+    single file.
     """
 
     def documents(self, split: Split | None = None) -> Iterator[Document]:

@@ -40,7 +40,7 @@ class ConfigKind:
     Args:
         runs: Shoal has a model of it.
         defaults: keys that files leave out, with the values that count then.
-        shape: fields of the shape, whatever the file says.
+        shape: fields of the shape, which override the file.
         beyond: what neither the file's keys nor a shape can say.
     """
 

@@ -20,7 +20,7 @@ from shoal.ir import Machine, ModelShape, TrainJob, Work
 
 
 class ScalingPoint(Value):
-    """A job on so many devices.
+    """A job on a number of devices.
 
     Args:
         devices: how many.

@@ -123,7 +123,7 @@ class ScoredQuantity:
 
     Args:
         measured: what the run saw.
-        predicted: what the plan said; None if it said nothing.
+        predicted: value in the plan; None if it has none.
         low: lower end of its 90 % interval.
         high: upper end.
     """

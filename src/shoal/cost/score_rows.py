@@ -21,7 +21,7 @@ class ScoreRow(Value):
         model: its model.
         machine: :func:`machine_key` of the machine.
         quantity: what was predicted and measured, such as ``step_s``.
-        predicted: what the plan said; None if it said nothing.
+        predicted: value in the plan; None if it has none.
         low: lower end of its 90 % interval.
         high: upper end.
         measured: what the run saw.

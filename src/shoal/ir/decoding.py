@@ -159,7 +159,7 @@ class SpeculationEstimator(Protocol):
 
 
 class TreePart(Protocol):
-    """A part of kind ``tree``: which guesses are verified together."""
+    """A part of kind ``tree``: tree of draft tokens that are verified together."""
 
     def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
         """The tree, best nodes first.

@@ -40,7 +40,7 @@ class KVManager(Protocol):
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out, those of forgotten prefixes included."""
+        """Number of allocatable blocks, including evictable prefixes."""
 
     def match_prefix(self, request: Request) -> int:
         """Give a request without blocks those that hold the start of its tokens.

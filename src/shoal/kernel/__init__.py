@@ -81,9 +81,9 @@ KERNELS = PartTable(
         "spgemm.hash_v2": "shoal.kernel.spgemm.hash:HashV2",
     },
     about=(
-        "One way to compute one operator, called OPERATOR.BACKEND. `kernel: {OPERATOR: "
-        "BACKEND}` of a serving job chooses; dispatch takes the one with the lowest estimate "
-        "where nothing is said."
+        "An implementation of an operator, named OPERATOR.BACKEND. `kernel: {OPERATOR: "
+        "BACKEND}` of a serving job selects one; by default dispatch takes the one with the lowest "
+        "estimate."
     ),
     protocol="shoal.kernel.protocols:Kernel",
 )
@@ -99,8 +99,8 @@ WEIGHT_FORMATS = PartTable(
         "nf": "shoal.kernel.formats.normal:Nf",
     },
     about=(
-        "How a matrix is stored in few bits. Chosen by `shoal model quantize --format` and by "
-        "the key `weights` of a serving job, in short texts such as `int4-g128`."
+        "How a quantized matrix is stored. Chosen by `shoal model quantize --format` and by "
+        "the key `weights` of a serving job, in the short form `int4-g128`."
     ),
     protocol="shoal.kernel.protocols:WeightFormat",
 )

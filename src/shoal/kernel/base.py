@@ -47,7 +47,7 @@ class BaseKernel:
         needs: flags of the CPU without which it must not be run.
         compiled: it needs a C++ compiler.
         gates: it computes products of which half gate the others.
-        packs: it keeps its constants in an order of its own, so that they need not be kept twice.
+        packs: it repacks its constants, so the originals need not be kept.
         rate: key of ``Device.peak_flops`` that bounds it.
         memory_share: of the read bandwidth that it reaches, if not measured.
         compute_share: of that rate that it reaches, if not measured.
@@ -72,7 +72,7 @@ class BaseKernel:
     def refuses(self, call: Any) -> str | None:
         """Why it cannot compute that here, or None if it can.
 
-        What no machine could compute is named before what this one lacks.
+        Reasons that hold on every machine come before those of this machine.
         """
         if call.device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
@@ -83,7 +83,7 @@ class BaseKernel:
         if rounded and rounded.rstrip("0123456789") not in self.activations:
             return f"does not round its input to {rounded}"
         if getattr(call, "gated", False) and not self.gates:
-            return "does not gate its outputs"
+            return "does not support gated outputs"
         reason = self._refuses(call)
         if reason is not None:
             return reason

@@ -23,8 +23,8 @@ class LinearCall:
 
     Args:
         dtype: of x and y.
-        gated: the first half of the outputs are gates of the second: what is given is
-            ``silu(y[:, :N/2]) * y[:, N/2:]``, of products that were rounded.
+        gated: the first half of the outputs gates the second half: the result is ``silu(y[:, :N/2])
+            * y[:, N/2:]``, of the rounded products.
     """
 
     op: ClassVar[str] = "linear"

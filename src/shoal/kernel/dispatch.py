@@ -97,7 +97,7 @@ def dispatch(
     """The kernel for a call.
 
     Args:
-        call: what is asked.
+        call: the call.
         wanted: the backend that must be taken; the fastest, if not given.
         machine: where; the machine of this process, if not given.
         exact: only kernels whose rows do not depend on what else is computed.
@@ -125,7 +125,9 @@ def _dispatch(call: Any, wanted: str | None, machine: Machine, exact: bool) -> K
             )
         reason = kernels[wanted].refuses(call)
         if reason is None and exact and not kernels[wanted].invariant:
-            reason = "gives a row other bits when other rows stand beside it, and exact is asked"
+            reason = (
+                "gives results whose bits depend on the other rows, and the call requires exact"
+            )
         if reason is not None:
             able = ", ".join(backend for backend, _ in candidates(call, machine)) or "none"
             raise KernelError(f"kernel.{call.op} = {wanted!r}: it {reason}; these can: {able}")

@@ -46,10 +46,10 @@ class Kernel(Protocol):
 
     Attributes:
         backend: how: reference, cpp, triton, or the peer it wraps, such as torch.
-        invariant: a row of its result has the same bits whatever the other rows are and
-            however many there are.
+        invariant: the bits of a row of its result do not depend on the values or the number of
+            other rows.
         gates: it computes products of which half gate the others.
-        packs: what it prepared holds the constants in an order of its own.
+        packs: its prepared form contains the repacked constants.
     """
 
     op: ClassVar[str]

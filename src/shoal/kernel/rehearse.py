@@ -27,7 +27,7 @@ _ROTATED_BYTES = 256 * 2**20
 
 @part
 class KernelsProbe:
-    """Bytes a second of each kernel at several numbers of rows, weights in main memory.
+    """Byte/s of each kernel for several numbers of rows, with the weights in main memory.
 
     Args:
         repeats: passes over a quarter of a gibibyte of weights; 0 for 2 (fast) or 6.

@@ -50,7 +50,7 @@ class Tape:
     Args:
         calls: in order.
         result: what the recorded function returned; played calls write there.
-        kept: whatever has memory that the calls use.
+        kept: owners of memory that the calls use.
     """
 
     def __init__(self, calls: Sequence[_Call], result: Tensor, kept: object) -> None:
@@ -91,7 +91,7 @@ class _Recorder(OperatorMode):
             or len(words) > _WORDS
             or len(floats) > _FLOATS
         ):
-            self.foreign = self.foreign or f"{called.__name__}, whose arguments are of other kinds"
+            self.foreign = self.foreign or f"{called.__name__}, which has other argument types"
             return
         self.kept += [value for value in words if isinstance(value, array)]
         addresses = [

@@ -43,7 +43,7 @@ class MemoryStudy:
         global_batch: sequences of a step.
         precision: fp32 or bf16.
         job: other keys of the job, such as {grad_clip: 0, parallel.dp: 2}.
-        curve: with policy fuyou, show the time of a step by what is swapped.
+        curve: with policy fuyou, show the step time as a function of the swapped bytes.
     """
 
     subject: ClassVar = "model"

@@ -23,7 +23,7 @@ FAMILIES = PartTable(
         "mdlm": "shoal.model.families.mdlm:MaskedDiffusion",
     },
     about=(
-        "How a Hugging Face directory corresponds to the model. Found from the directory's "
+        "How a Hugging Face directory corresponds to the model. Detected from the directory's "
         "`config.json`."
     ),
     protocol="shoal.model.protocols:Family",

@@ -41,7 +41,7 @@ def accelerate(
         model: without gradients.
         wanted: operator -> backend that must be taken for it.
         positions: most tokens of a sequence; the model's own, if not given.
-        exact: a token's numbers have the same bits whatever else is computed beside it.
+        exact: the bits of a token's results do not depend on other tokens.
         pack: weights need not stay where they are, if a kernel has them in another order.
         gates: gates and what they gate may be computed with their product, with nothing between.
 

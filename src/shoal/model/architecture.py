@@ -69,7 +69,7 @@ def rebuilt(
         model: its weights are taken over.
         architecture: what it becomes.
         seed: of new weights.
-        meant: the user has asked for just this, so nothing is warned of.
+        meant: the user has requested this, so there is no warning.
         texts_PM: of streams, tokens whose keys and values the prefixes begin as, another text for
             each stream; the prefixes are drawn, if not given, and are then worth less.
 

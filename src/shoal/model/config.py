@@ -72,7 +72,7 @@ class RopeScaling(Value):
 
 
 class ModelConfig(Value):
-    """Everything that fixes a model's arithmetic, and nothing about how it is run.
+    """Everything that determines a model's arithmetic, and nothing about its execution.
 
     Args:
         name: display name.

@@ -184,7 +184,7 @@ def computing(model: Transformer, shift_N: Tensor, rows_R: Tensor | None = None)
     Args:
         model: whose routers choose.
         shift_N: see :class:`DuoFFN`.
-        rows_R: tokens that the last layer is asked for; all, if not given.
+        rows_R: tokens whose outputs of the last layer are needed; all if not given.
     """
     layers = _layers(model)
     for layer in layers:
@@ -207,7 +207,7 @@ def begin(
         model: with routes.
         tokens: ids [B, T], or [N] side by side.
         positions: of the tokens.
-        rows_R: tokens that the last layer is asked for; all, if not given.
+        rows_R: tokens whose outputs of the last layer are needed; all if not given.
     """
     if model.forced:
         return

@@ -33,7 +33,7 @@ class FormatRow(Value):
         token_bytes: of a token, keys and values of all layers.
         shrinks: by which factor that is less than in the type of the weights.
         score_error: of each layer: root mean square error of the scores, as a share of theirs.
-        perplexity: on held-out text; None where not asked for.
+        perplexity: on held-out text; None if not requested.
     """
 
     format: str

@@ -28,7 +28,7 @@ class DispatchedLinear(nn.Module):
 
     Args:
         wanted: backend that must be taken.
-        exact: a row has the same bits whatever other rows are computed beside it.
+        exact: the bits of a row do not depend on the other rows.
         gated: the first half of the rows gate the second, and their product is given.
         pack: let go of the weight where one kernel, which has packed it, does all.
     """
@@ -77,7 +77,7 @@ class DispatchedLinear(nn.Module):
         return self.weight
 
     def replace(self, weight_NK: nn.Parameter) -> None:
-        """Compute with this weight from now on, whatever is written to it later."""
+        """Replace the weight; later writes to it take effect."""
         self.weight = weight_NK
         # The library's kernel reads the weight where it lies; others may have a copy.
         self._wanted = "torch"
@@ -108,7 +108,7 @@ class DispatchedLinear(nn.Module):
         return next(iter(chosen)) if len(chosen) == 1 and all(k.packs for k in chosen) else None
 
     def call(self, rows: int) -> LinearCall:
-        """What is asked for so many rows."""
+        """The kernel call for this number of rows."""
         return LinearCall(
             rows_like(rows),
             self.out_features,

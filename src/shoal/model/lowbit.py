@@ -20,13 +20,13 @@ from shoal.model.linear import rows_like
 class LowBitLinear(nn.Module):
     """``x @ weight.T + bias`` for inference, the weights in a weight format.
 
-    What is stored are buffers of the layer, called as the format calls them (``codes``,
-    ``scales`` ...); types of theirs stay what the format wants when the layer is cast.
+    The stored tensors are buffers of the layer, named as in the format (``codes``, ``scales`` ...);
+    they keep the dtypes of the format when the layer is cast.
 
     Args:
         packed: the weights.
         wanted: backend that must be taken.
-        exact: a row has the same bits whatever other rows are computed beside it.
+        exact: the bits of a row do not depend on the other rows.
         activations: what rows are rounded to before the product, such as ``int8``; empty for
             nothing.
         dense: many rows may be multiplied with a copy of the weights of full size, which is
@@ -80,7 +80,7 @@ class LowBitLinear(nn.Module):
     def from_packed(
         cls, packed: PackedMatrix, bias_N: Tensor | None = None, **options: Any
     ) -> Self:
-        """The same for weights that were quantized before, by whatever method."""
+        """The same for weights that are already quantized, by any method."""
         return cls(packed, bias_N, **options)
 
     def use(self, *, wanted: str | None = None, exact: bool = False) -> None:
@@ -109,7 +109,7 @@ class LowBitLinear(nn.Module):
         return out
 
     def call(self, rows: int, dtype: torch.dtype = torch.bfloat16) -> LowbitLinearCall:
-        """What is asked for so many rows."""
+        """The kernel call for this number of rows."""
         return LowbitLinearCall(
             rows_like(max(1, rows)),
             self.out_features,

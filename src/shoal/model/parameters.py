@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class Parameters:
-    """The parameters of a model directory, read one by one when they are asked for.
+    """The parameters of a model directory, read lazily one by one.
 
     Args:
         directory: config.json and safetensors, not packed.
-        dtype: of what is given; as the embedding is stored, if not given.
+        dtype: dtype of the returned tensors; that of the stored embedding if not given.
 
     Raises:
         ModelError: anything is missing, malformed or not supported.

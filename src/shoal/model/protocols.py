@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Family(Protocol):
     """One architecture of Hugging Face.
 
-    Reading what was written gives the same configuration, but for its name.
+    Reading a written directory gives the same configuration, except its name.
     """
 
     def to_huggingface(self, config: ModelConfig) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Quantizer(Protocol):
     """A part of kind ``quantizer``: how the codes of one matrix are chosen.
 
     Attributes:
-        calibrated: it looks at what layers are given, so it needs text.
+        calibrated: it uses the inputs of layers, so it needs calibration text.
     """
 
     calibrated: ClassVar[bool]

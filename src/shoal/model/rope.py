@@ -94,8 +94,8 @@ def tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine [T, 1, C] of positions ``start .. start + length``.
 
-    They are made anew in every pass, in fp32 or better: it takes microseconds, leaves nothing
-    to save or to move between devices, and is right under every dtype.
+    They are recomputed in every pass, in fp32 or better: this takes microseconds, needs no buffers
+    to save or move between devices, and is correct under every dtype.
     """
     position_T = torch.arange(start, start + length, dtype=torch.float32, device=device)
     return tables_at(position_T, *frequencies(config, start + length), dtype)

@@ -85,13 +85,13 @@ class Tokens:
 
 
 class RoutingRequest(NamedTuple):
-    """What a gate is asked.
+    """The input of a gate.
 
     Args:
         top_k: experts a token is sent to.
         normalise: the weights of a token add up to 1.
         own: the gate's parameters beside the router's matrix, by name.
-        tokens: what is known of the tokens; None in inference.
+        tokens: step and numbers of the tokens in the global batch; None in inference.
         keep: of scores [N, K] for experts [N, K], which are among the best of an expert; those
             that it has room for, by the model's capacity factor, or 1 if it has none.
     """
@@ -246,9 +246,9 @@ class _AddLoss(torch.autograd.Function):
 
 
 def add_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """``x`` as it is; in its backward pass ``loss`` gets a gradient of 1, whatever ``x`` gets.
+    """Returns ``x``; in the backward pass ``loss`` gets a gradient of 1.
 
-    So a loss of a layer in the middle needs not travel to the end of the model.
+    So the loss of an inner layer need not be passed to the end of the model.
     """
     out: Tensor = _AddLoss.apply(x, loss)  # type: ignore[no-untyped-call]
     return out

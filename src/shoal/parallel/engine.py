@@ -90,12 +90,12 @@ class ParallelEngine:
         machine: that it runs on, by whose rates copies of experts are chosen.
 
     Attributes:
-        hooks: what techniques do at the moments of a step, in their order.
+        hooks: hooks of techniques, in order.
         part: what this rank has of the model.
         whole: the model, where it is all of it.
         local: the module of this rank's parameters.
         sharded: sums its gradients over replicas.
-        workers: groups of replicas that make updates of their own.
+        workers: groups of replicas with separate updates.
         reads: which part of a batch's rows this rank is given, of how many; None where every rank
             is given all of them.
         prepare: completes rows; may be called ahead, in another thread.

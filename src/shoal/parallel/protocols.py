@@ -41,7 +41,7 @@ class Nodes(NamedTuple):
     """The ranks that share out experts, by the nodes on which they stand.
 
     Args:
-        dispatch: 1dh or 2dh: by which way rows travel between them.
+        dispatch: 1dh or 2dh: all-to-all algorithm between nodes.
         near: those on the node of this rank.
         far: those with the place of this rank, one of each node.
     """
@@ -59,7 +59,7 @@ class ExpertRanks(NamedTuple):
         etp: ranks with slices of the same experts.
         edp: ranks that hold the same slices of the same experts.
         model: ranks that hold one copy of all experts: pp x ep x etp.
-        nodes: the ranks of ep by node, where rows travel by node; None where they go straight.
+        nodes: the ranks of ep by node for a hierarchical all-to-all; None for a direct one.
     """
 
     ep: Comm
@@ -79,7 +79,7 @@ class Ranks(NamedTuple):
         pp: the ranks of this pipeline, first stage first.
         data: ranks that hold the same parameters and sum their gradients: dp x cp, of one worker.
         model: ranks that hold one copy of the model: pp x tp.
-        experts: where experts have a grid of their own.
+        experts: the grid of the experts, if it differs.
         outer: ranks with the same place in all workers; None where all are one worker.
         worker: ranks that make one update together; None where all do.
     """
@@ -111,7 +111,7 @@ class MicroBatch(NamedTuple):
     Args:
         tokens: input ids int64 [b, T / cp], this context-parallel rank's positions.
         targets: next tokens int64 [b, T / cp]; -100 counts nothing.
-        positions: int64 [T / cp], where they stand in the sequence.
+        positions: int64 [T / cp], positions in the sequence.
         documents: int32 [b, T] of the whole sequence, or None.
         row: number of the first sequence in the global batch.
         step: global step.

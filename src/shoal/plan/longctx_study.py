@@ -65,7 +65,7 @@ class LongctxStudy:
         memory_efficiency: share of the peak bandwidth.
         reduce: a way to make the cache smaller, such as window=4096.
         answer: tokens of an answer.
-        long: which context shall be as cheap as ``short``.
+        long: context that should cost as much as ``short``.
         short: see ``long``.
         users: users who ask about documents, which gives sessions an hour.
         think: seconds that a user thinks.

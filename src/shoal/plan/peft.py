@@ -48,7 +48,7 @@ class PeftOption:
         share: of all parameters.
         memory_bytes: of a rank, by cause, under the first plan that fits, or the thriftiest.
         added_share: operations of a token that it adds at serving time, as a share; 0 when merged.
-        fits: it keeps to the budget and to what was asked for.
+        fits: it satisfies the memory budget and the requirements.
         reason: why it is where it is in the list.
     """
 

@@ -48,8 +48,8 @@ _NEAREST = ", the nearest device, scaled by the rooflines"
 class PriceStudy:
     """Show the derivation of a price, from the machine's numbers through every kernel to the step.
 
-    Of a training plan: the rates that it rests on, the operators of a micro-batch, and the step. Of
-    serving on accelerators: the kernels of a prompt and of a step of decoding.
+    For a training plan: its rates, the operators of a micro-batch, and the step. For serving on
+    accelerators: the kernels of a prefill and of a decoding step.
 
     **Examples**
 
@@ -62,7 +62,7 @@ class PriceStudy:
     Args:
         model: name or directory of a model, or the file of a plan of training.
         job: train or serve.
-        engine: that runs it; that of the kind of job if not given.
+        engine: the engine that runs it; that of the kind of job if not given.
         seq_len: tokens of a sequence, or of a prompt; 4096 if not given, or fewer where the model
             has no more positions.
         global_batch: with train: sequences of a step.

@@ -25,10 +25,10 @@ class SyncOption(NamedTuple):
 
     Args:
         tau: steps of a round; 1 where workers agree in every step.
-        delayed: the average travels during the next round.
+        delayed: the all-reduce runs during the next round.
         step_s: s of a step, on average.
         waits_s: of these, in which a worker waits for others.
-        sent_bytes: that a rank sends in a step, on average.
+        sent_bytes: bytes that a rank sends per step, on average.
     """
 
     name: str
@@ -44,7 +44,7 @@ class SyncOptions(NamedTuple):
 
     Args:
         alone_s: s that a worker computes in a step.
-        average_s: s that an average of all parameters travels.
+        average_s: s of an all-reduce of all parameters.
         options: the ways, fewest waits first.
     """
 
@@ -112,7 +112,7 @@ _WIDE, _TALL, _GAP, _LEFT, _TOP = 720, 16, 26, 96, 40
 
 
 def rounds_picture(priced: SyncOptions) -> str:
-    """An SVG: for each way two lanes with one time axis, what is computed and what travels.
+    """An SVG: for each method two lanes with one time axis, computation and communication.
 
     It is as long as a round of the way that takes longest, and a step of rounds has their colour,
     as has their average.

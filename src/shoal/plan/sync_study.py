@@ -29,10 +29,10 @@ class SyncStudy:
     Args:
         model: name, directory or shape file.
         workers: data-parallel ranks; all devices if not given.
-        gbit_per_s: of the slowest link, in the place of the machine's.
+        gbit_per_s: Gbit/s of the slowest link; overrides that of the machine.
         seq_len: tokens of a sequence.
         global_batch: sequences of a step; 8 a worker if not given.
-        tau: steps of a round; the fewest that hide an average if not given.
+        tau: steps of a round; the smallest number that hides an all-reduce if not given.
     """
 
     subject: ClassVar = "model"

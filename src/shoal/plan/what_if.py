@@ -38,7 +38,7 @@ def what_if(job: TrainJob, best: TrainPlan, *, planner: str = "search") -> list[
     """Answers to the usual questions.
 
     Args:
-        job: what was asked; what it leaves open is chosen anew.
+        job: the requested job; its open choices are planned again.
         best: the plan for today's machine, with its estimate.
         planner: who plans.
     """

@@ -30,7 +30,7 @@ class BatchSource:
     Args:
         job: the job with every choice made.
         tokens: the prepared corpus.
-        engine: says which rows this rank is given, and completes them.
+        engine: assigns rows to this rank and completes them.
 
     Raises:
         ConfigError: the job's ``learn_after`` is no single token.

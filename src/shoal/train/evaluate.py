@@ -22,7 +22,7 @@ _BATCH_TOKENS = 8192
 
 
 class EvaluationHook(RunHook):
-    """Scores held-out text every so many steps, where ranks agree, and at the end."""
+    """Scores held-out text at a fixed interval of steps and at the end."""
 
     kind = "evaluate"
 

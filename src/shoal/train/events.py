@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class EventsHook(RunHook):
-    """Writes what a step was and what hooks report of it, on the first rank."""
+    """Writes the events of a step, with those of the hooks, on the first rank."""
 
     kind = "events"
 

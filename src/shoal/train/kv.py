@@ -82,7 +82,7 @@ def report_directory(
     home = directory.parent if huggingface.is_gguf(directory) else directory
     tokenizer = home / "tokenizer.json"
     if not tokenizer.is_file():
-        raise ModelError(f"{tokenizer}: missing, and text must be read; copy the model's own there")
+        raise ModelError(f"{tokenizer}: not found; copy the model's tokenizer there")
     model = huggingface.read(directory, packed=False).eval()
     config = model.config
     text = prepare(data, str(tokenizer), config.vocab_size, progress=say)

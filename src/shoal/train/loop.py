@@ -86,8 +86,8 @@ class RankTrainer:
         machine: that it runs on, by whose rates sequences are assigned and copies of experts made.
 
     Attributes:
-        hooks: what techniques do at the moments of a step; more may be added.
-        method: goes from the rows of a step to its gradients.
+        hooks: hooks of techniques; more may be added.
+        method: computes the gradients of a step from its rows.
 
     Raises:
         PlanError: the job's split cannot run.

@@ -52,7 +52,7 @@ _VISIBLE_S = 10.0
 
 
 class RendezvousStore(Protocol):
-    """The store in which the ranks meet, as of :class:`torch.distributed.Store`."""
+    """The rendezvous store of the ranks, with the interface of :class:`torch.distributed.Store`."""
 
     def set(self, key: str, value: str, /) -> None:
         """Keep a value."""

@@ -34,9 +34,9 @@ class QuantizationResult(Value):
         matrix_bits: stored bits of a weight of the matrices that are packed.
         bytes_before: of all weights as they were read.
         bytes_after: of all weights as they were written.
-        quality: on held-out text; None where it was not asked for.
+        quality: on held-out text; None if not requested.
         decode_s: seconds of a token of one sequence, as it was and as it is now.
-        speedup: median of the ratios of those, measured in turn, and its 90 % interval.
+        speedup: median of their interleaved paired ratios, with its 90 % interval.
     """
 
     format: str
@@ -125,8 +125,8 @@ def quantize_directory(
     reads = quantizer.calibrated or eval_tokens > 0 or finetune_s > 0
     if reads and not tokenizer.is_file():
         raise ModelError(
-            f"{tokenizer}: missing, and text must be read; copy the model's own there, or take "
-            "method rtn and compare on 0 tokens"
+            f"{tokenizer}: not found; copy the model's tokenizer there, or take method rtn and "
+            "compare on 0 tokens"
         )
     original = huggingface.read(directory, packed=False).eval()
     config = original.config

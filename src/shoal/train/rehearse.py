@@ -41,13 +41,13 @@ _SEED = 0
 
 @part
 class StepsProbe:
-    """Steps of the rehearsals of :mod:`shoal.machine.rehearsals`.
+    """Time the steps of the rehearsals of :mod:`shoal.machine.rehearsals`.
 
     Args:
-        names: which rehearsals; empty for all that have at most twice as many ranks as cores,
-            or, fast, as many, and bf16 only where the CPU multiplies it.
-        repeats: measured steps of each round; 0 for two rounds of 8 or, fast, one of 2. Steps
-            that take seconds are measured less often.
+        names: names of the rehearsals; empty for all with at most twice as many ranks as cores
+            (with fast, as many as cores), and bf16 only where the CPU has bf16 products.
+        repeats: measured steps per round; 0 for two rounds of 8 or, with fast, one of 2. Steps that
+            take seconds are measured less often.
     """
 
     names: tuple[str, ...] = ()

@@ -135,7 +135,7 @@ class Replanner:
     """Watches a run and says when another plan is better.
 
     Args:
-        profile: what was measured of the layers before; the machine's rates serve otherwise.
+        profile: earlier measurements of the layers; otherwise the machine's rates are used.
         plans: concrete jobs to choose from; those of the planner if not given.
     """
 
@@ -294,7 +294,7 @@ class Replanner:
 
 
 class ReplanHook(RunHook):
-    """Goes over to another plan after a step, where that pays."""
+    """Changes to another plan after a step if that is predicted to save time."""
 
     kind = "replan"
 

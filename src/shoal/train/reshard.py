@@ -67,8 +67,8 @@ class _Need(NamedTuple):
 class ReshardedState:
     """What :meth:`~shoal.train.loop.RankTrainer.load` reads, as it does a checkpoint.
 
-    The first time it is read it only writes down what is asked for; after :func:`move` has brought
-    that, it hands it out.
+    The first read only records the requests; after :func:`move` has transferred them, reads return
+    the tensors.
 
     Args:
         shapes: name -> whole shape of everything that there is.
@@ -248,7 +248,7 @@ def switch(
 
     Args:
         trainer: the one that trains; it is closed.
-        job: the same but for how it is split.
+        job: the same job with another parallelism.
         tokens: the corpus.
         comm: all ranks.
         close: end the old trainer.
@@ -283,7 +283,7 @@ def switch_engine(
     Args:
         engine: the one that trains.
         updater: its optimizer.
-        job: the same but for how it is split.
+        job: the same job with another parallelism.
         comm: all ranks.
 
     Returns:

@@ -293,7 +293,7 @@ def routers_directory(
 
     tokenizer = directory / "tokenizer.json"
     if not tokenizer.is_file():
-        raise ModelError(f"{tokenizer}: missing, and text must be read; copy the model's own there")
+        raise ModelError(f"{tokenizer}: not found; copy the model's tokenizer there")
     if out.exists():
         raise ModelError(f"{out}: exists already; choose another name or remove it first")
     model = huggingface.read(directory, torch.float32)

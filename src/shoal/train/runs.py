@@ -280,7 +280,7 @@ class Runs:
         self._reports: _Cache[Report[Any]] = _Cache(64)
 
     def score(self) -> Score:
-        """The store, opened anew: another process may have replaced it.
+        """The store, reopened because another process may have replaced it.
 
         Raises:
             StoreError: it cannot be read, such as one of a newer version.

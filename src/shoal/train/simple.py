@@ -46,13 +46,13 @@ class Trainer:
 
     Args:
         model: any module; every rank builds the same one.
-        collate: examples -> a batch, in whatever form the other functions take.
+        collate: examples -> a batch in the form that the other functions expect.
         loss: (model, batch, train) -> the mean loss of the batch's examples, a scalar.
         pred: (model, batch) -> a tensor with a row for each example, or None if only losses
             are of interest.
         metrics: (predictions of all examples, examples) -> name -> number.
-        parallel: ``auto``, or the degrees ``{"dp": 2, "tp": 2}``. ``auto`` copies the model on
-            every rank, and splits it by tensor parallelism where a rank's memory asks for it.
+        parallel: ``auto``, or the degrees ``{"dp": 2, "tp": 2}``. ``auto`` replicates the model on
+            every rank, and uses tensor parallelism if it does not fit on one rank.
         optimizer: parameters -> an optimizer; AdamW with ``lr`` if not given.
         lr: learning rate of AdamW.
         batch: examples of a step, over all ranks.

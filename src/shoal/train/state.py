@@ -89,7 +89,7 @@ def fill(
     saved: TensorSource,
     comm: Comm | None = None,
 ) -> LoadReport | None:
-    """Fill weights and optimizer state of a rank with what is stored, whatever split stored it.
+    """Load weights and optimizer state of a rank, saved with any parallelism.
 
     Args:
         engine: whose weights are filled.

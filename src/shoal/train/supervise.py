@@ -71,7 +71,7 @@ class Supervisor:
         environment: variables of a rank on top of this process's own.
         module: what a rank runs.
         level: the snapshot processes of the run, which are watched with the ranks.
-        prefix: what the command of a rank begins with, such as the entrance of an emulated host.
+        prefix: first words of the command of a rank, such as the entry command of an emulated host.
         hang_s: silence after which a rank that waits for no other counts as hanging where another
             rank has died; ``timeout_s`` if not given.
     """

@@ -44,7 +44,7 @@ def run_rank(directory: RunDir, *, resume: bool, sinks: Sequence[Sink] = ()) -> 
         sinks: take the events too, on rank 0.
 
     Raises:
-        ShoalError: whatever the run cannot go on with.
+        ShoalError: an error that ends the run.
     """
     request = _catch_termination()
     with joined(directory, sinks) as run:

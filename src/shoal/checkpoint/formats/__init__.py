@@ -19,7 +19,7 @@ FORMATS = PartTable(
         "megatron": "shoal.checkpoint.formats.megatron:MegatronFormat",
     },
     about=(
-        "Checkpoints of this and other systems, read and written. Chosen by `shoal model "
+        "Formats of checkpoints, of Shoal and of other systems. Chosen by `shoal model "
         "convert --to`, and by FORMAT:PATH wherever a checkpoint is named."
     ),
     protocol="shoal.checkpoint.formats.protocols:CheckpointFormat",

@@ -158,7 +158,7 @@ class DcpFormat:
         return (path / METADATA).is_file()
 
     def open(self, path: Path, *, spec: UniversalSpec | None = None) -> Contents:
-        """Open it; the metadata is read, tensors when they are asked for."""
+        """Open it; reads the metadata; tensors are loaded lazily."""
         return DcpContents(path)
 
     def problems(self, path: Path) -> Iterator[str]:

@@ -155,7 +155,8 @@ class DeepSpeedFormat(RankFormat):
     """Rank files with flat buffers, as DeepSpeed names and fills them.
 
     Args:
-        zero: how a rank's buffers are cut: 1 and 2 cut groups, 3 cuts every parameter.
+        zero: ZeRO stage of the buffers: 1 and 2 partition parameter groups, 3 partitions every
+            parameter.
     """
 
     zero: Annotated[int, Ge(1), Le(3)] = 1

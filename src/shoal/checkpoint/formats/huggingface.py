@@ -129,11 +129,11 @@ class _Loaded(_Plain):
 
 @part
 class HuggingFaceFormat:
-    """What ``transformers`` opens; weights only, no optimizer state.
+    """A model directory of ``transformers``; weights only, no optimizer state.
 
     Args:
-        dtype: of the weights that are written; as they are if not given.
-        tokenizer: a tokenizer.json, or a directory with one, to go with them.
+        dtype: dtype of the written weights; unchanged if not given.
+        tokenizer: a tokenizer.json, or a directory with one, to copy beside the weights.
     """
 
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -144,7 +144,7 @@ class HuggingFaceFormat:
         return path.suffix == ".gguf" or any((path / name).is_file() for name in _WEIGHTS)
 
     def open(self, path: Path, *, spec: UniversalSpec | None = None) -> Contents:
-        """Open it; headers are read, weights when they are asked for."""
+        """Open it; reads the headers; weights are loaded lazily."""
         from shoal.model import huggingface
 
         if huggingface.is_gguf(path) or huggingface.quantization(path) is not None:

@@ -59,7 +59,7 @@ class ShoalContents:
 
 @part
 class ShoalFormat:
-    """A step, or a run of which the newest step is taken."""
+    """A checkpoint of one step, or a run, whose latest step is read."""
 
     def holds(self, path: Path) -> bool:
         """A step's index, or steps."""

@@ -70,9 +70,9 @@ def name_of(contents: Contents) -> str:
 
 
 def open_any(place: str | Path, *, spec: UniversalSpec | None = None) -> Contents:
-    """Open a checkpoint: a path, or ``FORMAT:PATH`` where it should not be guessed.
+    """Open a checkpoint: a path, or ``FORMAT:PATH`` to override detection.
 
-    Of a store at an address, such as ``s3://bucket/run``, the newest step is taken.
+    From a store at a URL, such as ``s3://bucket/run``, the latest step is read.
 
     Raises:
         ShoalError: it cannot be read; says why.

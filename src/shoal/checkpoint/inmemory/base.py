@@ -18,11 +18,11 @@ class MemoryCodeBase:
     """What the codes share.
 
     Args:
-        every: steps between snapshots; a failure loses at most so many.
-        group: members of a group, each on a node of its own; 0 for one on every node.
-        ranks_per_node: ranks that are lost together when a node is.
-        bucket: bytes that are copied, or sent, at a time, such as 4MiB.
-        max_overhead: share of a step's time that copying may take from computation.
+        every: steps between snapshots, which is also the largest loss after a failure.
+        group: members of a group, each on a different node; 0 for one member on every node.
+        ranks_per_node: ranks that are lost together with a node.
+        bucket: bytes that are copied or sent at once, such as 4MiB.
+        max_overhead: largest slowdown of a step by copying, as a share.
     """
 
     every: Annotated[int, Ge(1)] = 1

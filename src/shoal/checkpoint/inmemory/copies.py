@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @part
 class ReplicaCode(MemoryCodeBase):
-    """Survives the loss of ``copies`` members of a group, for as many times the memory.
+    """Survives the loss of ``copies`` members of a group, for ``copies`` times as much more memory.
 
-    Nothing is computed, neither to keep nor to rebuild.
+    Needs no computation, neither for a snapshot nor for recovery.
 
     Args:
-        copies: members that keep a copy of each piece, beside its own.
+        copies: number of other members that store a copy of each shard.
     """
 
     copies: Annotated[int, Ge(1)] = 1

@@ -71,7 +71,7 @@ class VersionSlot:
 
 
 class SnapshotProcess:
-    """What the process holds, and what it can be asked for.
+    """State and requests of the snapshot process.
 
     Args:
         secret: of the run.

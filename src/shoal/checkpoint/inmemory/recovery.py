@@ -50,7 +50,7 @@ class _View(NamedTuple):
 
 
 class SnapshotReader(Protocol):
-    """A snapshot process that can be asked for things."""
+    """Interface of a snapshot process."""
 
     def call(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Ask and wait for the answer."""

@@ -151,7 +151,7 @@ def pass_on(
         kept: what this member keeps [kept]; its parities are written.
         exchange: gives bytes to the next member and returns as many from the one before, which
             may be written to until the next but one are returned.
-        bucket: bytes of a block that travel at a time.
+        bucket: bytes of a block per message.
         scratch: room for the first sums [parity * bucket].
     """
     factors = stripes.matrix[stripes.data :]

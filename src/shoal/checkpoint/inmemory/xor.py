@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class Xor(MemoryCodeBase):
     """Survives the loss of one member of a group, for 1 / (n - 1) more memory.
 
-    The usual choice: every member keeps, beside its piece, the XOR of one block of each other.
+    The usual choice: every member stores, beside its shard, the XOR of one block of each other
+    member.
     """
 
     def data(self, members: int) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @part
 class Blocking:
-    """Write while training waits, straight out of the tensors."""
+    """Write directly from the tensors while training waits."""
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """The disk's time."""

@@ -46,14 +46,14 @@ _MARGIN = 1.2
 
 @part
 class Lazy:
-    """Copy to host memory during the next forward and backward pass, write behind that.
+    """Copy to host memory during the next forward and backward pass, then write in the background.
 
     Args:
-        host_buffer: bytes of host memory; 1.2 times what a rank writes if not given. With less, the
-            copy waits for the disk.
-        chunked: a tensor larger than the buffer goes through it in chunks; if false it is refused.
-        watch: how tensors that change while they are copied are noticed: by a ``sample`` of their
-            bytes, or by a ``full`` digest, for which training waits.
+        host_buffer: bytes of host memory; 1.2 times the bytes that a rank writes if not given. With
+            less, the copy waits for the disk.
+        chunked: copy a tensor that is larger than the buffer in chunks; if false, this is an error.
+        watch: how changes of tensors during the copy are detected: by a ``sample`` of their bytes,
+            or by a ``full`` digest, for which training waits.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"saves_behind"})
@@ -80,7 +80,7 @@ class Lazy:
 
 
 class RingBuffer:
-    """Host memory that is filled at one end and given back at the other.
+    """A ring buffer in host memory.
 
     Args:
         nbytes: its size, at least; whole chunks.
@@ -206,7 +206,7 @@ class Capture:
             self.ring.give_back()
 
     def close(self) -> None:
-        """No more is written: chunks that are ready are given back, and no more are made."""
+        """End the capture: ready chunks are released, and no more are created."""
         self._dropped = True
         self._return()
         if not self._ended:

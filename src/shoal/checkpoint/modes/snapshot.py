@@ -42,11 +42,10 @@ _THREADS = min(4, os.cpu_count() or 1)
 
 @part
 class Snapshot:
-    """Copy to host memory while training waits, write behind it.
+    """Copy to host memory while training waits, then write in the background.
 
     Args:
-        pools: saves that can be under way at once; each takes as much host memory as what a rank
-            writes.
+        pools: largest number of concurrent saves; each takes as much host memory as a rank writes.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"saves_behind"})
@@ -108,7 +107,7 @@ def _runs(image: Image, count: int) -> list[tuple[int, int]]:
 
 
 class PooledBytes:
-    """The bytes of a file in a pool, given back when they are written.
+    """The bytes of a file in a pool, released after they are written.
 
     Args:
         pool: whose they are.

@@ -187,7 +187,7 @@ class UniversalCheckpoint:
 
     Raises:
         CheckpointError: there is none, or it is of a newer version.
-        CorruptError: manifest or job file are not what was written, or a file is cut or missing.
+        CorruptError: manifest or job file are damaged, or a file is truncated or missing.
     """
 
     def __init__(self, path: Path) -> None:

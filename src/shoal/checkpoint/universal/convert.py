@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ReadableCheckpoint(Protocol):
-    """A checkpoint of whole tensors, of whatever format."""
+    """A checkpoint of whole tensors, of any format."""
 
     @property
     def path(self) -> Path | str:

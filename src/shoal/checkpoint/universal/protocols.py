@@ -174,7 +174,7 @@ class Scalar(NamedTuple):
 
 
 class RankFile(Protocol):
-    """One file that a rank wrote; nothing of it is in memory until it is asked for."""
+    """One file of a rank, loaded lazily."""
 
     @property
     def path(self) -> Path:

@@ -77,8 +77,8 @@ def held_out_prompts(
         if len(prompts) == count:
             return prompts
     raise ConfigError(
-        f"prompts: {len(prompts)} held-out documents have {length + after} tokens, and {count} are "
-        "wanted; give more data with --data, or ask for fewer or shorter prompts"
+        f"prompts: {len(prompts)} held-out documents have {length + after} tokens, but {count} "
+        "are needed; give more data with --data, or use fewer or shorter prompts"
     )
 
 
@@ -280,8 +280,8 @@ def lively(bench: Bench, prompts: Sequence[Sequence[int]], new_tokens: int) -> l
         results += [one for one, new in zip(some, said, strict=True) if distinct_runs(new) >= LOOPS]
     if not results:
         raise ConfigError(
-            f"prompts: all {len(prompts)} answers of the model repeat themselves, and a loop is "
-            "guessed by anybody; train it longer, or give prompts that it can go on with"
+            f"prompts: all {len(prompts)} answers of the model repeat themselves, which every "
+            "drafter predicts; train it longer, or give other prompts"
         )
     return results
 
@@ -364,7 +364,7 @@ def compared(
     places = regular(result[PLAIN][0])
     if not places:
         raise ConfigError(
-            f"batch = {batch}: the answers of every batch repeat themselves; give more --prompts"
+            f"batch = {batch}: the answers of all batches repeat themselves; give more --prompts"
         )
 
     def seconds(name: str, turn: int) -> float:
@@ -438,14 +438,14 @@ def advice(rows: Sequence[DecodeRow]) -> str:
         )
         where = f"with {batch} request{'s' if batch > 1 else ''} " if several else ""
         if best.method == PLAIN or best.low <= 1.0:
-            notes.append(f"{where}none pays here: decode one token a step, without speculative")
+            notes.append(f"{where}no method is faster than plain decoding; do not set speculative")
             continue
         exact = ""
         if best.agreement != 1:
             same = f"{100 * (best.agreement or 0):.1f} %"
-            exact = f"; {same} of its tokens come before any that differs"
+            exact = f"; {same} of its tokens precede the first difference"
         notes.append(
-            f"{where}{best.method} pays most: {best.speedup:.2f} times plain decoding "
+            f"{where}{best.method} is fastest: {best.speedup:.2f} times plain decoding "
             f"({best.low:.2f} to {best.high:.2f}) with {best.tokens_per_step:.2f} tokens a step"
             f"{exact}"
         )

@@ -28,7 +28,7 @@ def check_own(name: str, directory: Path) -> None:
         text == name,
         "--also",
         f"{name}={directory}",
-        expected=f"a model of {name}; {directory} is {text or 'a plain one'}",
+        expected=f"a model of {name}; {directory} is {text or 'a plain model'}",
         hint="docs/how-to/choose-a-decoding.md says how to make one",
     )
 
@@ -61,7 +61,7 @@ def drawn(rows: Sequence[DecodeRow]) -> Chart:
     """
     sizes = sorted({row.batch for row in rows})
     if len(sizes) > 1:
-        described = "Speed over plain decoding by the requests that decode together."
+        described = "Speed relative to plain decoding, by the number of concurrent requests."
         series = [
             Series(name, sizes, [r.speedup for r in rows if r.method == name], points=True)
             for name in dict.fromkeys(row.method for row in rows)
@@ -69,8 +69,8 @@ def drawn(rows: Sequence[DecodeRow]) -> Chart:
     else:
         most = max(row.tokens_per_step for row in rows)
         described = (
-            "Speed over plain decoding by the tokens of a step. The line is what it would be if "
-            "guesses and the rows that verify them took no time."
+            "Speed relative to plain decoding, by tokens per step. The line is the limit if "
+            "drafting and verification took no time."
         )
         series = [Series("free guesses", (1.0, most), (1.0, most))]
         series += [
@@ -78,10 +78,10 @@ def drawn(rows: Sequence[DecodeRow]) -> Chart:
             for row in rows
         ]
     return Chart(
-        title="Does guessing pay here?",
+        title="Does speculative decoding pay off?",
         description=described,
         x_label="requests together" if len(sizes) > 1 else "tokens a step",
-        y_label="tokens/s over plain decoding",
+        y_label="tokens/s relative to plain decoding",
         log_x=len(sizes) > 1,
         series=series,
         cover_y=(0.0,),

@@ -185,7 +185,7 @@ def study(
         with routed(model, routes_LBT):
             return each_loss(model, inputs_BT, targets_BT).reshape(-1)
 
-    progress("routes by chance, and patterns", 0.05)
+    progress("random routes and patterns", 0.05)
     shape = tuple(inputs_BT.shape)
     arms: list[Arm] = []
     for share in _SHARES:
@@ -200,14 +200,14 @@ def study(
     if config.architecture.ffn.router != "random":
         chosen, more = _routers(model, inputs_BT, targets_BT, calibration_BT, spent)
         arms += more
-    progress("asking the oracle", 0.5)
+    progress("evaluating the oracle", 0.5)
     all_big = on(torch.full((layers, *shape), BIG))
     all_small = on(torch.full((layers, *shape), SMALL))
     oracle = _Oracle(model, inputs_BT, targets_BT, search_by, width)
     budgets = sorted({*range(min(layers, 2) + 1), budget, layers})
     result = {}
     for number, big in enumerate(budgets):
-        progress("asking the oracle", 0.5 + 0.5 * number / len(budgets))
+        progress("evaluating the oracle", 0.5 + 0.5 * number / len(budgets))
         routes_NL, losses_N = result[big] = oracle.best(big)
         name = f"{big} big" if big < layers else "any"
         arms.append(Arm("oracle", name, spent(routes_NL.T), float(losses_N.mean())))

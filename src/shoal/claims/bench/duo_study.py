@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @part
 class DuoStudy:
-    """Study where tokens need the big layers of a Duo-LLM model, and how good its routers are.
+    """Analyze where tokens need the big layers of a Duo-LLM model, and compare its routers.
 
     Shows the loss over computation for random routes, one pattern for all tokens, trained routers,
     and an oracle; which layers each of them makes big; and which tokens benefit from more
@@ -37,13 +37,13 @@ class DuoStudy:
     Args:
         directory: directory of a model of ffn: duo.
         routers: take the routers of this directory instead.
-        budget: most big layers of the oracle.
-        search: of the oracle, all patterns or few of many layers: exhaustive, beam or descent.
+        budget: largest number of big layers of the oracle.
+        search: search of the oracle: exhaustive (all patterns), beam or descent.
         width: patterns that a beam keeps.
         tokens: held-out tokens to judge.
         length: tokens of a sequence.
         text: text, a file or a directory; Python's standard library otherwise.
-        seed: of routes by chance.
+        seed: seed of the random routes.
     """
 
     subject: ClassVar = "directory"
@@ -73,9 +73,7 @@ class DuoStudy:
         if self.routers is not None:
             take_routers(model, self.routers)
         if not tokenizer.is_file():
-            raise ModelError(
-                f"{tokenizer}: missing, and text must be read; copy the model's own there"
-            )
+            raise ModelError(f"{tokenizer}: not found; copy the model's tokenizer there")
         data = "stdlib" if self.text is None else {"name": "text", "path": str(self.text)}
         split = prepare(data, str(tokenizer), model.config.vocab_size)
         length = min(self.length, model.config.max_position - 1)
@@ -95,9 +93,8 @@ class DuoStudy:
             blocks=(
                 _losses(result, self.directory.name),
                 _routes(result),
-                f"the oracle was asked for {result.evaluations} patterns of each token; "
-                f"difficulty (all small less the oracle) and loss correlate by "
-                f"{result.correlation:.2f}",
+                f"the oracle evaluated {result.evaluations} patterns per token; difficulty (loss "
+                f"of all-small minus oracle) and loss correlate by {result.correlation:.2f}",
             ),
             data=dataclasses.asdict(result),
             picture=lambda: _drawn(result),
@@ -106,8 +103,8 @@ class DuoStudy:
 
 def _losses(found: DuoResult, name: str) -> Table:
     return Table(
-        title=f"{name}: loss by computation, {found.tokens} held-out tokens",
-        columns=("routes by", "chosen", "of all big's computation", "loss"),
+        title=f"{name}: loss as a function of computation, {found.tokens} held-out tokens",
+        columns=("routes by", "chosen", "share of the all-big computation", "loss"),
         rows=tuple(
             (arm.name, arm.chosen, f"{arm.share:.3f}", f"{arm.loss:.4f}") for arm in found.arms
         ),
@@ -119,7 +116,7 @@ def _routes(found: DuoResult) -> Table:
     who = list(next(iter(found.layers.values())))
     pairs = [(name, route) for name in who for route in found.layers]
     return Table(
-        title=f"tokens of each layer by route; the oracle has at most {found.budget} big",
+        title=f"tokens per layer and route; the oracle uses at most {found.budget} big layers",
         columns=("layer", *(f"{name}: {route}" for name, route in pairs)),
         rows=tuple(
             (
@@ -139,9 +136,9 @@ def _drawn(found: DuoResult) -> str:
     return stacked(
         [
             Chart(
-                title="Loss by computation",
-                description="Mean loss of a held-out token by the share of the all-big model's "
-                "feed-forward operations, for each way to choose routes.",
+                title="Loss and computation",
+                description="Mean loss of held-out tokens against the share of the all-big "
+                "model's feed-forward operations, for each routing.",
                 x_label="share of the all-big computation",
                 y_label="loss (nats)",
                 series=[
@@ -166,9 +163,9 @@ def _drawn(found: DuoResult) -> str:
                 cover_y=(0.0, 1.0),
             ),
             Chart(
-                title="Difficulty by loss",
-                description="Of each token what the oracle gains over all small, by its loss with "
-                "all layers big.",
+                title="Difficulty and loss",
+                description="For each token, the gain of the oracle over all-small against the "
+                "loss with all layers big.",
                 x_label="loss, all big (nats)",
                 y_label="difficulty (nats)",
                 series=[Series("tokens", found.losses, found.difficulty, line=False, points=True)],

@@ -330,7 +330,7 @@ def format_rows(rows: Sequence[KernelBenchRow]) -> str:
         lines.append(
             f"{row.op:16} {row.text:34} {row.rows:5d} {row.backend:12} "
             f"{1e6 * row.seconds.value:9.1f} {row.bytes_per_s / 1e9:7.1f} {row.roof:8.0%} "
-            f"{ratio:>8}" + ("  above the roof: wrong" if row.wrong else "")
+            f"{ratio:>8}" + ("  above the roofline: invalid" if row.wrong else "")
         )
     return "\n".join(lines)
 
@@ -351,7 +351,7 @@ def draw(rows: Sequence[KernelBenchRow], op: str) -> str:
     return Chart(
         title=f"{op}, {first}",
         x_label="rows",
-        y_label="share of the roof",
+        y_label="share of the roofline",
         series=series,
         log_x=True,
     ).render()

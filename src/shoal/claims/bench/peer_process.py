@@ -74,10 +74,12 @@ class PeerProcess:
                 stdin.flush()
             answer = json.loads(_line(stdout.fileno(), timeout_s))
             if not isinstance(answer, dict):
-                raise ValueError(f"{answer!r} is no JSON object")
+                raise ValueError(f"{answer!r} is not a JSON object")
         except (BrokenPipeError, TimeoutError, EOFError, ValueError) as cause:
             why = "the process ended" if isinstance(cause, BrokenPipeError) else cause
-            raise ServeError(f"{self._name}: {why}; it said: {self._last_words()}") from cause
+            raise ServeError(
+                f"{self._name}: {why}; its last output: {self._last_words()}"
+            ) from cause
         return answer
 
     def close(self) -> None:

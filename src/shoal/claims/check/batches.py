@@ -70,7 +70,7 @@ def split_rows(batch: Any, part: int, parts: int, *, ragged: bool) -> Any:
     tensors = [x for x in leaves(batch) if x.dim()]
     if not tensors:
         raise ConfigError(
-            "batch: has no tensors to deal out; return tensors, also in tuples, lists or "
+            "batch: has no tensors to distribute; return tensors, also in tuples, lists or "
             "dictionaries, or define local_batch(batch, mesh)"
         )
     rows = tensors[0].shape[0]

@@ -108,12 +108,12 @@ def combine_losses(
         if not held:
             return None, f"no rank of {list(group)} returned a loss"
         if max(held) - min(held) > 1e-6 * max(abs(value) for value in held):
-            return None, f"the ranks {list(group)} hold the same rows and have losses {held}"
+            return None, f"the ranks {list(group)} have the same rows but the losses {held}"
         parts.append(held[0])
     if over == "sum":
         return float(np.sum(parts)), ""
     if over == "same" and max(parts) - min(parts) > 1e-6 * max(abs(value) for value in parts):
-        return None, f"the ranks' losses are not the same: {parts}"
+        return None, f"the ranks' losses differ: {parts}"
     return float(np.mean(parts)), ""
 
 

@@ -182,15 +182,15 @@ def _forward(evidence: StepEvidence, _explained: set[str]) -> Iterator[Finding]:
     factor = _ratio(output.split, one, evidence.limit)
     if factor is None:
         return
-    what = f"what this module returns is {factor:.4g} times that of one process"
+    what = f"the output of this module is {factor:.4g} times that of one process"
     if axes := _matching(evidence.axes, factor, evidence.limit, model_only=True):
-        what += f", the number of ranks of {axes}: it is added up once too often"
+        what += f", the number of ranks of {axes}: it is reduced once too often"
     elif axes := _matching(evidence.axes, 1 / factor, evidence.limit, model_only=True):
-        what += f", one part of {axes}: parts are not added up, or divided once too often"
+        what += f", 1 / the ranks of {axes}: shards are not reduced, or are divided once too often"
     yield Finding(
         kind="forward",
         names=_of_module(evidence, module),
-        text=f"{module}: {what}; what it reads is equal",
+        text=f"{module}: {what}; its input is equal",
     )
 
 
@@ -206,7 +206,7 @@ def _bias(evidence: StepEvidence, name: str, module: str, times: float) -> Findi
         )
     if _is(times, -1, evidence.limit):
         text = "not added"
-    where = "" if name == f"{module}.bias" else f", seen in what {module} returns"
+    where = "" if name == f"{module}.bias" else f", visible in the output of {module}"
     return Finding(
         kind="bias_added_times", names=(name,), text=f"{name} is {text} (forward pass{where})"
     )
@@ -223,8 +223,8 @@ def _parted(evidence: StepEvidence, explained: set[str]) -> Iterator[Finding]:
         yield Finding(
             kind="forward",
             names=_of_module(evidence, output.module),
-            text=f"{output.module}: the forward pass differs first in what this module returns; "
-            "what it reads is equal",
+            text=f"{output.module}: the forward pass differs first in the output of this module; "
+            "its input is equal",
         )
 
 
@@ -273,17 +273,19 @@ def _factor(evidence: StepEvidence, factor: float) -> Finding:
     if axes := _matching(evidence.axes, factor, evidence.limit):
         kind = "not_averaged"
         text += (
-            f", the number of ranks of {axes}: gradients are summed where the loss of each rank "
-            "is a mean of its own part (not averaged), or are reduced twice"
+            f", the number of ranks of {axes}: gradients are summed although the loss of each "
+            "rank is a mean over its own shard, or are reduced twice"
         )
     elif axes := _matching(evidence.axes, 1 / factor, evidence.limit):
         kind = "mean_instead_of_sum"
         text += (
-            f", one part of {axes}: a mean instead of a sum; the loss is divided by the count of "
-            "the whole batch, and the gradients are averaged over the ranks on top"
+            f", 1 / the ranks of {axes}: a mean instead of a sum; the loss is already divided by "
+            "the count of the whole batch, and the gradients are averaged over the ranks as well"
         )
     else:
-        text += "; no number of ranks of this mesh explains it: look for micro-batches or a scale"
+        text += (
+            "; no number of ranks of this mesh explains it: check micro-batches and loss scaling"
+        )
     return Finding(kind=kind, names=names, text=text)
 
 
@@ -319,7 +321,7 @@ def _weights(evidence: StepEvidence, names: Sequence[str], *, everywhere: bool) 
         return Finding(
             kind="missing_reduction",
             names=tuple(names),
-            text=f"{subject} is that of the rank's own part: it is not reduced over {_over(axes)}",
+            text=f"{subject} is that of the rank's own shard: it is not reduced over {_over(axes)}",
         )
     got = weights[0]
     shown = f"{_shares(got)}; in the whole batch they have {_shares(right)}"
@@ -327,14 +329,14 @@ def _weights(evidence: StepEvidence, names: Sequence[str], *, everywhere: bool) 
         return Finding(
             kind="wrong_divisor",
             names=tuple(names),
-            text=f"wrong divisor: {subject} adds the parts of the ranks of {_over(axes)} with the "
-            f"weights {shown}. The parts count differently many tokens: divide their sum by the "
-            "count of the whole batch, not each part by its own",
+            text=f"wrong divisor: {subject} sums the shards of the ranks of {_over(axes)} with the "
+            f"weights {shown}. The shards have different numbers of tokens: divide their sum "
+            "by the count of the whole batch, not each shard by its own count",
         )
     return Finding(
         kind="wrong_weights",
         names=tuple(names),
-        text=f"{subject} adds the parts of the ranks of {_over(axes)} with the weights {shown}",
+        text=f"{subject} sums the shards of the ranks of {_over(axes)} with the weights {shown}",
     )
 
 
@@ -394,7 +396,7 @@ def _reduction(evidence: StepEvidence, name: str) -> tuple[str, str] | None:
                 return (
                     "missing_reduction",
                     f"missing reduction over {_over(axes)}: the ranks hold different gradients, "
-                    f"and their {verb} over {_over(axes)} is the right one",
+                    f"and their {verb} over {_over(axes)} is the expected one",
                 )
     return None
 
@@ -412,14 +414,14 @@ def _times(
     if axes := _matching(evidence.axes, factor, evidence.limit):
         return (
             "added_times",
-            f"its gradient is added {factor:.4g} times, once by every rank of {axes}, each of "
-            "which holds the whole of it: do not reduce it there, or use it on one rank",
+            f"its gradient is summed {factor:.4g} times, once by every rank of {axes}, each of "
+            "which holds the whole gradient: do not reduce it there, or use it on one rank",
         )
     if axes := _matching(evidence.axes, 1 / factor, evidence.limit):
         return (
             "divided",
             f"its gradient is 1/{1 / factor:.4g} of that of one process: it is divided by the "
-            f"ranks of {axes} once too often, or their shares are not added up",
+            f"ranks of {axes} once too often, or their shards are not summed",
         )
     return ("factor", f"its gradient is {factor:.4g} times that of one process")
 
@@ -435,9 +437,9 @@ def _backward(evidence: StepEvidence, explained: set[str]) -> Iterator[Finding]:
         yield Finding(
             kind="backward",
             names=(order[count - 1],),
-            text=f"the loss is equal; gradients are right from {order[count]} on and wrong in "
-            f"everything before it, up to {order[count - 1]}: on its way back the gradient is "
-            "lost or doubled between these two",
+            text=f"the loss is equal; gradients are correct from {order[count]} on and wrong in "
+            f"all layers before it, up to {order[count - 1]}: in the backward pass the "
+            "gradient is lost or doubled between these two",
         )
 
 
@@ -445,30 +447,30 @@ def _updates(evidence: StepEvidence, _explained: set[str]) -> Iterator[Finding]:
     if "start" in evidence.others:
         yield Finding(
             kind="start",
-            text="parameters differ before the first step: parallelize() has to keep the values "
-            "that model() made (do not initialise again, or load them afterwards)",
+            text="parameters differ before the first step: parallelize() must keep the initial "
+            "values of model() (do not initialize again, or load them afterwards)",
         )
     elif not evidence.differing and "parameter" in evidence.others:
         yield Finding(
             kind="optimizer",
-            text="loss and gradients are equal, the updated parameters are not: look at the "
-            "optimizer: made before parallelize(), other parameter groups, a norm over one "
-            "rank's shards, or decay of parameters without a gradient",
+            text="loss and gradients are equal, the updated parameters are not: check the "
+            "optimizer: created before parallelize(), other parameter groups, a norm over "
+            "one rank's shards, or decay of parameters without a gradient",
         )
     elif not evidence.differing and "buffer" in evidence.others:
         yield Finding(
             kind="buffer",
-            text="only buffers differ: statistics are taken over a rank's own part (BatchNorm "
-            "wants SyncBatchNorm, or its statistics reduced)",
+            text="only buffers differ: statistics are over a rank's own shard (use "
+            "SyncBatchNorm, or reduce the statistics)",
         )
     elif not evidence.differing and evidence.loss_differs:
         one, split = evidence.loss
         text = f"gradients are equal, only the reported loss differs ({split:.6g} for {one:.6g})"
         factor = split / one if one else 0.0
         if factor and _matching(evidence.axes, 1 / factor, evidence.limit):
-            text += f"; it is 1/{1 / factor:.4g}: --loss sum fits ranks that return their share"
+            text += f"; it is 1/{1 / factor:.4g}: use --loss sum if ranks return their share"
         elif factor and _matching(evidence.axes, factor, evidence.limit):
-            text += f"; it is {factor:.4g} times: --loss mean fits ranks that return a mean"
+            text += f"; it is {factor:.4g} times: use --loss mean if ranks return a mean"
         yield Finding(kind="loss", text=text)
 
 
@@ -476,7 +478,8 @@ def _parts(evidence: StepEvidence, explained: set[str]) -> Iterator[Finding]:
     if evidence.forward_equal and evidence.loss_differs and not explained and evidence.differing:
         yield Finding(
             kind="parts",
-            text="every module does on a rank's part what it does in one process, so the parts do "
-            "not make the whole: statistics over a part of the batch (BatchNorm, a balance loss), "
-            "negatives from a part, or a loss that is no sum over the rows",
+            text="every module computes on a rank's shard what it computes in one process, so "
+            "the shards do not add up to the whole: statistics over a shard of the batch "
+            "(BatchNorm, a balance loss), negatives from a shard, or a loss that is not a "
+            "sum over the rows",
         )

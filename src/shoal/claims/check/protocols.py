@@ -162,7 +162,7 @@ class CheckSettings(Value):
             "--ranks",
             self.ranks,
             expected=f"{world}, the product of the mesh {shown}",
-            hint="give one of both",
+            hint="give one of the two",
         )
         require(
             2 <= world <= _MAX_RANKS,

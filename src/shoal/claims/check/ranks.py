@@ -164,11 +164,11 @@ class Processes:
         )
         stack = "\n".join(f"  {line}" for line in self._shown(stacks[index]))
         raise RankError(
-            f"{self._named(index)} hangs: nothing happened for {self.settings.timeout_s:g} s "
+            f"{self._named(index)} hangs: no progress for {self.settings.timeout_s:g} s "
             f"while {doing[index][1]}"
             + (f" ({others})" if len(self.who) > 1 else "")
-            + (f"; its stack:\n{stack}" if stack else "; it does not answer")
-            + "\nall processes were ended; --timeout gives them longer"
+            + (f"; its stack:\n{stack}" if stack else "; it does not respond")
+            + "\nall processes were terminated; raise --timeout to wait longer"
         )
 
     def _shown(self, stacks: str) -> list[str]:

@@ -24,14 +24,14 @@ def headline(verdict: CheckVerdict) -> str:
     where = f"{ranks} ranks ({_mesh(verdict)})"
     if verdict.equal:
         return (
-            f"equal: {where} compute what one process does: loss, {verdict.compared} tensors, "
+            f"equal: {where} compute the same as one process: loss, {verdict.compared} tensors, "
             f"{steps} in {verdict.dtype}"
         )
     if verdict.steps == 0:
         return f"differs before the first step: {where}; first: {verdict.first}"
     what = f"first: {verdict.first}" if verdict.first else "only the loss"
     if verdict.first and verdict.culprits and verdict.first not in verdict.culprits:
-        what += f"; the cause seems to be {', '.join(verdict.culprits[:2])}"
+        what += f"; the probable cause is {', '.join(verdict.culprits[:2])}"
     return f"differs in step {verdict.steps - 1}: {where}; {what}"
 
 
@@ -47,7 +47,7 @@ def summary(verdict: CheckVerdict) -> list[str]:
 
 
 def _error(error: float) -> str:
-    return "none, as some cannot be compared" if error >= BROKEN else f"{error:.1e}"
+    return "none, because some cannot be compared" if error >= BROKEN else f"{error:.1e}"
 
 
 def tables(verdict: CheckVerdict) -> Iterator[Table | str]:

@@ -54,7 +54,7 @@ def check(settings: CheckSettings, tick: Callable[[str], None] = lambda _: None)
         except ShoalError as error:
             if not all(place.result(rank).exists() for rank in range(world)):
                 raise
-            notes.append(f"the diagnosis ended early: {error}")
+            notes.append(f"the diagnosis failed: {error}")
         results = [read_facts(place.result(rank)) for rank in range(world)]
         return _judge(settings, place, facts, results, notes, time.monotonic() - began)
 
@@ -90,7 +90,7 @@ def _judge(
     idle = sorted({name for result in results for name in result["idle"]})
     if idle:
         notes.append(
-            f"not compared after the update, as their gradient is zero but for rounding: "
+            "not compared after the update, because their gradient is zero up to rounding: "
             f"{', '.join(idle)}"
         )
     if facts["unused"]:
@@ -155,7 +155,7 @@ def _structure(bad: Sequence[CheckRow], results: Sequence[Mapping[str, Any]]) ->
                 kind="names",
                 names=lost,
                 text=f"no rank has {', '.join(lost[:4])}{more}: define rename(name) if the split "
-                "model spells its names otherwise",
+                "model uses other names",
             )
         )
     noted: dict[str, list[str]] = {}

@@ -118,8 +118,8 @@ def _view(
     split = guess_split(tuple(value.shape), shape, axes)
     if split is None:
         return None, (
-            f"a rank holds {list(value.shape)} of {list(shape)}: define "
-            "whole(name, tensor, mesh) to say how it is split"
+            f"a rank holds {list(value.shape)} of {list(shape)}: define whole(name, tensor, mesh) "
+            "to define how it is split"
         )
     dim, axis = split
     group = mesh.get_group(axis)

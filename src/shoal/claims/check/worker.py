@@ -142,8 +142,8 @@ def _same_start(start: Mapping[str, Tensor], again: Side) -> None:
         key = f"start/{name}"
         if key in start and not torch.equal(start[key], tensor):
             raise ConfigError(
-                f"model(): two calls with the same seed begin with another {name}; draw initial "
-                "values from torch's generator, or from one with a seed of its own"
+                f"model(): two calls with the same seed give a different {name}; draw initial "
+                "values from torch's generator, or from one with a fixed seed"
             )
 
 
@@ -159,8 +159,8 @@ def _finite(record: CheckedStep, step: int) -> None:
         wrong = [f"the loss ({record.loss})"]
     if wrong:
         raise ConfigError(
-            f"step {step}: in one process {wrong[0]} is not finite, so nothing can equal it; look "
-            "at the model, the batch or the learning rate"
+            f"step {step}: in one process {wrong[0]} is not finite; check the model, the batch or "
+            "the learning rate"
         )
 
 
@@ -190,11 +190,10 @@ def _same_twice(
     hint = (
         f"dropout is on in {drops[0]}: set its p to 0 for the check"
         if drops
-        else "turn off what is random in the step, or draw it from a generator with a seed of its "
-        "own"
+        else "disable random operations in the step, or use a generator with a fixed seed"
     )
     raise ConfigError(
-        f"step {step}: one process does not equal itself: run twice with other random numbers, "
+        f"step {step}: one process is not reproducible: in two runs with different random states, "
         f"{' and '.join(apart)} differ{'s' if len(apart) == 1 else ''}; {hint}"
     )
 
@@ -211,7 +210,7 @@ def run_rank(settings: CheckSettings, place: CheckDirectory, report: _Told, rank
         world *= size
     report(f"loading {settings.file}")
     program = CheckedProgram.load(settings)
-    report("meeting the other ranks")
+    report("waiting for the other ranks")
     _join(place, "ranks", rank, world, settings)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     _Rank(settings, place, report, rank, world, facts, program, mesh).run()

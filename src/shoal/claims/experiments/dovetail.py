@@ -36,7 +36,7 @@ class DovetailClaim(BaseClaim, row=133, needs=("torch",), cores=2):
         sweep: nodes of the trees that are tried for each of them.
         link_s: s of a message on the way.
         link_bytes_per_s: of the way.
-        overlap: the drafter goes on while the target verifies.
+        overlap: draft while the target verifies.
         weights: format of the drafters' matrices.
     """
 

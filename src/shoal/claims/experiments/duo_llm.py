@@ -134,7 +134,7 @@ class DuoLLM(BaseClaim, row=119):
         inputs, targets = _heldout(data.heldout, self.tokens // _LENGTH, _LENGTH)
         every, one_big = patterns(_LAYERS), patterns(_LAYERS, big=1)
         big = torch.full((_LAYERS, *inputs.shape), BIG)
-        run.progress("asking the oracle", 0.8)
+        run.progress("evaluating the oracle", 0.8)
 
         def by_token(routes: Tensor | None) -> np.ndarray:
             with torch.no_grad(), routed(model, routes):

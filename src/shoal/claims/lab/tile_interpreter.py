@@ -299,7 +299,7 @@ class _Run:
         if shared.read[at].any():
             raise self.fail(one, "other threads may still read what it writes; Sync first")
         if shared.flight[at].any():
-            raise self.fail(one, "a copy into the same place is under way; WaitGroup first")
+            raise self.fail(one, "a copy into the same place has not finished; WaitGroup first")
 
     def on_commitgroup(self, one: ir.CommitGroup) -> None:
         self.block.groups.append(self.block.begun)

@@ -23,7 +23,7 @@ class JsonlSink:
     """Append each event to a file.
 
     Args:
-        path: the file; a resumed run appends to what is there.
+        path: path of the file; a resumed run appends to it.
     """
 
     path: Path

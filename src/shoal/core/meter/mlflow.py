@@ -29,9 +29,9 @@ class Mlflow:
         uri: tracking server or store, such as ``http://127.0.0.1:5000`` or
             ``sqlite:///mlflow.db``; MLflow's own setting (``MLFLOW_TRACKING_URI``) if None.
         experiment: experiment of the run; created if missing.
-        run: what the run is called there; MLflow chooses if None.
-        id: identity of a run there to go on in, such as for a resumed job; a new run if None.
-        every_s: s between two requests; training waits for each.
+        run: name of the run in MLflow; chosen by MLflow if None.
+        id: id of an existing MLflow run to continue, such as for a resumed job; a new run if None.
+        every_s: s between two requests; each blocks training.
     """
 
     uri: str | None = None

@@ -24,7 +24,7 @@ _Key = tuple[tuple[str, str], ...]
 
 @part
 class Prometheus:
-    """Offer counters, gauges and event fields to Prometheus.
+    """Export counters, gauges and event fields to Prometheus.
 
     Args:
         port: port of the HTTP server, 0 for any free one; -1 for no server.

@@ -21,7 +21,7 @@ class TensorBoard:
     """Write event files for TensorBoard.
 
     Args:
-        path: directory of the event files; one run has one directory.
+        path: directory of the event files, one per run.
     """
 
     path: Path

@@ -24,11 +24,11 @@ class WeightsAndBiases:
     Args:
         project: project of the run.
         path: directory of wandb's own files; created if missing.
-        run: what the run is called there; wandb chooses if None.
+        run: name of the run; chosen by wandb if None.
         entity: user or team; the default one of the key if None.
-        id: identity of the run there; a resumed job with the same one goes on in it.
-        mode: ``online`` sends at once, ``offline`` keeps files for ``wandb sync``; the
-            environment (``WANDB_MODE``) decides if None.
+        id: id of the run; a resumed job with the same id continues it.
+        mode: ``online`` sends at once, ``offline`` writes files for ``wandb sync``; ``WANDB_MODE``
+            if None.
     """
 
     project: str = "shoal"

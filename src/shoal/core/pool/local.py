@@ -51,7 +51,7 @@ class LocalPool:
     """Worker processes on this machine.
 
     Args:
-        workers: number of processes; 0 for one a core.
+        workers: number of processes; 0 for one per core.
     """
 
     workers: Annotated[int, Ge(0)] = 0

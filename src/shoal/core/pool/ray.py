@@ -47,14 +47,14 @@ class RayPool:
     """Workers of a Ray cluster.
 
     Args:
-        address: of a running cluster (``auto`` finds it); empty takes ``$RAY_ADDRESS``, and
-            without that starts one on this machine, which ends with the pool.
-        workers: processors of the cluster that is started here; 0 for all cores.
-        cpus_per_call: processors that Ray keeps for one call.
-        cpus_per_actor: processors that Ray keeps for an actor, such as a replica or a rank; None
-            for what it needs.
-        gpus_per_actor: the same of GPUs; those of a node are seen by the actors they are kept for.
-        room_s: s that an actor waits for a node with room for it.
+        address: address of a running cluster (``auto`` finds it); empty uses ``$RAY_ADDRESS`` or,
+            if that is not set, starts a cluster on this machine, which ends with the pool.
+        workers: processors of a cluster started on this machine; 0 for all cores.
+        cpus_per_call: processors that Ray reserves for one call.
+        cpus_per_actor: processors that Ray reserves for an actor, such as a replica or a rank; None
+            for the actor's own requirement.
+        gpus_per_actor: GPUs that Ray reserves for an actor; each actor sees only its own GPUs.
+        room_s: s that an actor waits for a node with free resources.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"remote"})

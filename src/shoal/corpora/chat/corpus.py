@@ -33,14 +33,14 @@ from shoal.corpora.protocols import Document, Split, split_of
 
 @part
 class ChatCorpus(FileCorpus):
-    """A conversation a row; the loss is on the turns of the assistant, or on the completion.
+    """One conversation per row; the loss is on the assistant's turns or on the completion.
 
     Held out: ``sha256(file#row) % heldout_every == 0`` with rows counted from 0; all texts of one
     conversation are in one split.
 
     Args:
-        template: a model directory whose chat template is used, or a file with one; empty takes
-            that of the model that is trained, or ChatML where it has none.
+        template: a model directory with a chat template, or the file of one; empty uses that of the
+            trained model, or ChatML if it has none.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"learns_answers"})

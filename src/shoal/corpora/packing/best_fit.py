@@ -27,11 +27,11 @@ _PACKED: WeakKeyDictionary[WindowTokens, dict[int, list[list[int]]]] = WeakKeyDi
 
 @part
 class BestFit:
-    """A window holds whole documents; attention and loss stay inside each.
+    """Windows of whole documents; attention and loss stay inside each document.
 
-    The longest documents are placed first, each in the window in which the least room stays. What
-    no document fills is padded with ends of text that nothing learns and nothing sees. Of a
-    document longer than a window the first T + 1 tokens are read. Every epoch has the same windows
+    Best-fit decreasing: the longest documents are placed first, each in the window with the least
+    remaining space. The rest is padded with ends of text, which are masked in loss and attention.
+    Documents longer than a window are truncated to T + 1 tokens. Every epoch has the same windows
     in another order.
     """
 

@@ -22,10 +22,9 @@ from shoal.ir.plan import Work
 class DocumentMask:
     """Attention and loss stay inside a document.
 
-    A document is laid out as end of text, its tokens, end of text: its first token is
-    predicted from the one and its end is predicted as the other, exactly as when it is
-    scored alone. Windows are cut as by ``stream``; the ids count documents in the
-    window from 0.
+    A document is stored as end of text, its tokens, end of text: its first token is predicted from
+    the first end of text, and the second one is predicted as its end, as if the document were
+    scored alone. Windows are those of ``stream``; ids count the documents of a window from 0.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"separates_documents"})

@@ -20,10 +20,10 @@ from shoal.ir.plan import Work
 
 @part
 class PaddedPacking:
-    """A window is a document, for short ones that are learned as question and answer.
+    """One document per window, for short documents such as question and answer.
 
-    It begins with the document's first token. What the document leaves is filled with the end of
-    text, which is learned like any token; of a longer document the rest is never read.
+    It begins with the document's first token. The remaining positions are filled with the end of
+    text, which is trained like any token; longer documents are truncated.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset(

@@ -18,12 +18,12 @@ from shoal.ir.plan import Work
 
 @part
 class StreamPacking:
-    """No token is padding, and attention runs across the ends of documents.
+    """Concatenate documents without padding; attention crosses document boundaries.
 
-    Window w of an epoch starts at ``offset + w * T``, so neighbours share one token
-    and each token is a target once. The tokens are a ring and the offset is drawn for
-    every epoch: another epoch cuts elsewhere, and only the rest of the division by T,
-    less than one window, stays unread in it.
+    Window w of an epoch starts at ``offset + w * T``, so neighbours share one token and each token
+    is a target once. The tokens form a ring and the offset is random in every epoch, so windows
+    differ between epochs; less than one window per epoch, the remainder of the division by T, is
+    not read.
     """
 
     def num_windows(self, split: WindowTokens, seq_len: int) -> int:

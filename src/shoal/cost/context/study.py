@@ -51,9 +51,9 @@ class ContextStudy:
         duplex: full, or half for one direction at a time.
         bandwidth: byte/s of a link in one direction.
         latency: seconds of a small message.
-        precision: of what is sent, bf16 or fp32.
-        causal: a query sees what came before it, not all.
-        tflops: TFLOP/s of a rank's attention, which hides messages; 0 hides none.
+        precision: dtype of messages: bf16 or fp32.
+        causal: use a causal mask.
+        tflops: TFLOP/s of a rank's attention, which overlaps with communication; 0 for no overlap.
     """
 
     machine: ClassVar = None

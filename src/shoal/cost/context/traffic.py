@@ -76,7 +76,7 @@ class ContextTraffic(NamedTuple):
         forward: in the forward pass.
         backward: in the backward pass.
         messages: messages that one rank sends one after another, in both passes.
-        hidden: whether they travel while blocks are computed.
+        hidden: whether communication overlaps with the computation of blocks.
     """
 
     forward: SentElements

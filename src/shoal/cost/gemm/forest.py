@@ -22,7 +22,7 @@ class Forest:
 
     Args:
         roots: [T] node number of each tree's root.
-        feature: [nodes] which feature a node asks for; below 0 at a leaf.
+        feature: [nodes] feature that a node compares; below 0 at a leaf.
         threshold: [nodes] rows whose feature is at most this go left.
         left: [nodes] left child.
         right: [nodes] right child.

@@ -314,7 +314,7 @@ def stored(machine: Machine | None = None) -> GemmPredictor | None:
     """The predictor that was fitted to sweeps of this machine, if there is one for ``machine``.
 
     Args:
-        machine: whose products are asked for; this one's if not given.
+        machine: the machine of the products; this one if not given.
 
     Raises:
         StoreError: its file is damaged.

@@ -39,7 +39,7 @@ class GemmStudy:
         threads: all cores, if not given.
         tiles: rank the tiles of Shoal's own kernel (fp32).
         objective: of tiles: time or energy.
-        strict: refuse a predictor that was swept elsewhere.
+        strict: refuse a predictor that was measured on another machine.
     """
 
     subject: ClassVar = ("m", "n", "k")

@@ -32,7 +32,7 @@ class HeldOut(Value):
 
     Args:
         split: random, grouped or extrapolate.
-        seconds: what was measured.
+        seconds: measured times.
         predicted: predictor -> its seconds.
         low: lower end of the forest's 90 % interval.
         high: upper end of it.

@@ -23,8 +23,8 @@ class GpuCalibration:
     """The constants that measurements set; all else in this room is counted or cited.
 
     Args:
-        gemm: share of the rate of a probed large product that products keep up in a step of
-            seconds, where power, clocks and other kernels limit them.
+        gemm: share of the rate of a probed large product that products sustain in a step of
+            seconds, limited by power, clocks and other kernels.
         gemm_low: the same for eight- and four-bit products.
         stream: share of the memory's rate that chains of elementwise operators reach.
         wire: fraction of the link bandwidth that collectives reach.

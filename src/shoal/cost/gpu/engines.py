@@ -70,7 +70,7 @@ def engine_of(job: TrainJob) -> EngineSpec:
 
 
 def overlaps_experts(job: TrainJob, split: Parallel) -> bool:
-    """The engine of a job can let experts' tokens travel while another micro-batch is computed.
+    """Whether the engine of a job can overlap the exchange of tokens with another micro-batch.
 
     Passes of two micro-batches take turns on a rank; in a pipeline those of two of its stages.
     """
@@ -100,7 +100,7 @@ def check_overlap(job: TrainJob) -> None:
 
 
 def check_products(job: TrainJob, machine: Machine) -> None:
-    """Refuse a type of products that the engine or the device lacks.
+    """Refuse a dtype of products that the engine or the device does not support.
 
     Raises:
         PlanError: names what has it.

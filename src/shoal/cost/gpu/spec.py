@@ -65,28 +65,30 @@ def whole_norm(shape: ModelShape) -> bool:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How a program runs a step: settings that its documentation or its code states.
+    """How an engine runs a step: settings from its documentation or code.
 
     Args:
         name: of the program.
         style: fused, where chains of elementwise operators are single kernels; eager, where none
             is; gpu, as Shoal's own runtime, where norms are.
         attention: plain, flash1, flash2, or best: the fastest kernel of the device's generation.
-        tensor_overlap: share of tensor parallelism's traffic that travels behind products.
-        data_overlap: gradients (and gathered weights) travel behind the backward pass.
+        tensor_overlap: share of tensor-parallel communication that overlaps with products.
+        data_overlap: communication of gradients (and gathered weights) overlaps with the backward
+            pass.
         grad_bytes: bytes of a gradient on the wire.
         sharded_update: the optimizer's state is divided over the data-parallel ranks.
-        pipe_overlap: activations travel between stages behind computation.
+        pipe_overlap: communication between stages overlaps with computation.
         graphs: kernels are launched by recorded graphs, not one by one.
         fused_experts: experts run as grouped products, their tokens move in fused kernels.
-        dedup: tokens cross to another domain once for all experts there, and are handed on inside.
+        dedup: tokens are sent to another domain once for all experts there, and are forwarded
+            inside.
         expert_overlap: share of the exchange of experts' tokens that is hidden where the job says
             overlap: experts; 0 where the passes of two micro-batches cannot take turns.
         loss_bytes: bytes that the loss reads and writes for one logit, forward and backward.
         optimizer_bytes: bytes that the update reads and writes for one parameter; 0 where the
             optimizer part of the job says it.
         casts: weights are fp32, copied to the compute type in every forward pass; gradients are
-            added up by operators of their own.
+            accumulated by separate operators.
         products: type of a block's products where a job's precision does not say it: fp8, mxfp8,
             fp8-rows or fp4.
         again: what runs again where the job says nothing: none, selective (attention's inside) or
@@ -95,7 +97,7 @@ class EngineSpec:
             the products every other one too.
         low: types of products that it has beside those of the compute type, each with the way in
             which it quantises them.
-        copies: what is gathered is copied to the parameters, and gradients to what is sent.
+        copies: gathered buffers are copied to the parameters, and gradients to send buffers.
         masters: weights are held in the compute type, and the optimizer has those in fp32.
         launched_as: the emitter in whose words it is launched; none for Shoal itself.
         window: keys that a query sees at most, 0 for all; and on which share of layers.

@@ -24,7 +24,7 @@ LOGS = PartTable(
     },
     about=(
         "Readers for the logs of other engines. Chosen by `shoal score "
-        "--import`, with `--format` where it should not be guessed."
+        "--import`, with `--format` to override detection."
     ),
     protocol="shoal.cost.imports.protocols:LogReader",
 )

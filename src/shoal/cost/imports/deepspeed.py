@@ -22,8 +22,8 @@ SAMPLE = "epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=25.03, C
 class DeepSpeedLog:
     """``global_step=10, RunningAvgSamplesPerSec=..., CurrSamplesPerSec=..., MaxMemAllocated=...``.
 
-    Samples per second are of all ranks. Of a loss that the training script prints between
-    two such lines, the last counts.
+    Samples per second are of all ranks. If the training script prints losses between two such
+    lines, the last one is used.
     """
 
     def sniff(self, path: Path) -> int:

@@ -21,7 +21,7 @@ SAMPLE = "eval time = 1234.56 ms / 128 runs ( 9.64 ms per token, 103.68 tokens p
 class LlamaCppLog:
     """``prompt eval time = ...`` and ``eval time = ...`` of each request, or ``llama-bench``.
 
-    Times are of one request without its wait; the server does not print the rate of all.
+    Times are of one request, without queueing; the server does not print its total throughput.
     """
 
     def sniff(self, path: Path) -> int:

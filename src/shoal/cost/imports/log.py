@@ -54,7 +54,7 @@ class LogEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Log:
-    """What was read.
+    """The parsed contents.
 
     Args:
         format: name of the part that read it.

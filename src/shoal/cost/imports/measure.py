@@ -20,7 +20,7 @@ class SteadyState:
     """The steady state of a log.
 
     Args:
-        log: what was read.
+        log: the parsed log.
         quantities: quantity -> value, in plain units.
         used: entries of the steady state.
         derived: quantities that were computed from others with the plan's numbers.

@@ -26,7 +26,7 @@ SAMPLE = " iteration 10/ 100 | consumed samples: 2560 | elapsed time per iterati
 class MegatronLog:
     """``iteration 10/100 | ... | elapsed time per iteration (ms): ...``.
 
-    The memory line that it prints once counts for the whole run.
+    The memory line, printed once, applies to the whole run.
     """
 
     def sniff(self, path: Path) -> int:

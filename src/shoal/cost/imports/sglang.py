@@ -22,7 +22,7 @@ SAMPLE = "Decode batch, #running-req: 9, #token: 11584, gen throughput (token/s)
 class SGLangLog:
     """``Decode batch, ... gen throughput (token/s): ...``, or a benchmark's summary.
 
-    Of several ranks of tensor parallelism, each prints the same; the first one counts.
+    Tensor-parallel ranks print equal lines; those of the first rank are used.
     """
 
     def sniff(self, path: Path) -> int:

@@ -25,7 +25,7 @@ _POLYNOMIAL = 0x82F63B78
 
 @part
 class TensorBoardLog:
-    """``events.out.tfevents...``, or a directory of such files; curves go by their usual names."""
+    """``events.out.tfevents...``, or a directory of them; curves are matched by name."""
 
     def sniff(self, path: Path) -> int:
         return 1_000_000 if _files(path) else 0

@@ -35,7 +35,7 @@ SAMPLE = "step: 10  loss: 7.1  memory: 42.00GiB(44.30%)  tps: 5,762  tflops: 330
 
 @part
 class TorchtitanLog:
-    """``step: 10  loss: ...  memory: ...  tps: ...``; its tokens per second are of one device."""
+    """``step: 10 loss: ... memory: ... tps: ...``, with tokens per second of one device."""
 
     def sniff(self, path: Path) -> int:
         return sum(bool(_LINE.search(line) and "tps:" in line) for line in head(path))

@@ -27,7 +27,7 @@ SIDES = ("__min", "__max")
 class WandbLog:
     """A CSV with a column ``Step``, or JSON lines (or a list) with a key ``_step``.
 
-    Columns go by the usual names of curves; the run's name before `` - `` is left out.
+    Columns are matched by the usual names of curves; the run's name before `` - `` is ignored.
     """
 
     def sniff(self, path: Path) -> int:

@@ -23,7 +23,7 @@ class KernelCall(NamedTuple):
 
     Args:
         kernel: which.
-        size: what it was asked for: argument=value, in words.
+        size: arguments of the call, as argument=value.
         seconds: of one such kernel.
         source: whose table it comes from.
     """

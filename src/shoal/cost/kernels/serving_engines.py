@@ -13,7 +13,7 @@ from shoal.core.errors import nearest, require
 
 @dataclass(frozen=True)
 class ServingEngine:
-    """How a program runs a step of serving on accelerators.
+    """How an engine runs a serving step on accelerators.
 
     Args:
         kernels: its kernels' seconds over those of the fastest ones that were measured.
@@ -22,7 +22,7 @@ class ServingEngine:
         sequence_s: its own seconds for a sequence of a step.
         prompts: share of a prompt's kernels that delays the tokens of others.
         shared_s: seconds of a layer whose experts other replicas share, beside the exchange.
-        groups: groups of devices can have attention of their own and share the experts.
+        groups: groups of devices can have separate attention and share the experts.
         graphs: kernels are launched by recorded graphs, not one by one.
         first_s: seconds before a request is computed, and until its first token is out.
         first_prompt: seconds of a prompt's own kernels that the first token takes, as a share.
@@ -32,9 +32,9 @@ class ServingEngine:
         kv_format: format of cached keys and values with weights of less than 16 bits.
         fused: weights of few bits are unpacked inside products, and attention and chains of
             elementwise operators are single kernels.
-        overlap: a step is two halves: what products bind in one runs beside what memory and links
-            bind in the other.
-        mixed: prompts and decodes share a step; otherwise prompts have steps of their own.
+        overlap: a step consists of two halves; compute-bound operators of one overlap with memory-
+            and link-bound operators of the other.
+        mixed: prompts and decodes share a step; otherwise prompts have separate steps.
         layer_s: seconds of a layer's kernels beyond those of an engine that fuses them.
         chunk: most tokens of a prompt in a step.
         reserves: a request enters when its whole answer fits into the cache.

@@ -39,7 +39,7 @@ class Grid:
     Args:
         axes: sizes, ascending, by axis.
         log2_us: logarithms of microseconds, one dimension an axis.
-        powers: with which time grows beyond the last size of an axis; 1 where nothing is said.
+        powers: exponents of the time beyond the last size of an axis; 1 by default.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def _features(shapes: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, eq=False)
 class KernelTable:
-    """What was measured on one device.
+    """Measurements of one device.
 
     Args:
         device: name of the file.

@@ -45,7 +45,7 @@ class LongModel:
     Args:
         params: parameters that multiply every token.
         last_params: those that multiply only tokens whose next one is wanted: the output matrix.
-        weight_bytes: B of all weights, read once a step whatever its batch.
+        weight_bytes: B of all weights, read once per step, independent of the batch.
         width: h, query heads times the width of one.
         kv_bytes: kappa, B of keys and values of one token.
         window: tokens that each sees; None for all before it.
@@ -209,7 +209,8 @@ class LongContext:
         attention: how the FLOP of a prompt's attention are counted.
 
     Raises:
-        PlanError: the weights do not fit; says how many devices would hold them.
+        PlanError: the weights do not fit; the message has the number of devices that would hold
+            them.
     """
 
     model: LongModel

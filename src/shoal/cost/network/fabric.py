@@ -55,8 +55,8 @@ class LeafSpine(Value):
         spines: spine switches, which are the uplinks of a leaf.
         bandwidth: byte/s of a host in one direction, all its ports together.
         uplink_bandwidth: byte/s of a link between leaf and spine; a host's port, if absent.
-        rails: network cards of a node, each on a leaf of its own.
-        ports: bonded ports of a card, each on a leaf of its own.
+        rails: network cards of a node, each connected to a different leaf.
+        ports: bonded ports of a card, each connected to a different leaf.
         latency_s: of one message between two hosts.
         health: links that are slower than the others, or down.
     """

@@ -22,8 +22,8 @@ SPRAYED = -2
 class Flows:
     """Messages between hosts.
 
-    Phases do not overlap: each begins when the one before has ended, so they are looked at
-    one by one, and times are counted from the beginning of their phase.
+    Phases do not overlap: each begins at the end of the previous one, so they are simulated
+    separately, with times relative to the beginning of the phase.
 
     Args:
         src: sending hosts, [F].

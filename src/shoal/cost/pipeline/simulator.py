@@ -36,7 +36,7 @@ _F, _B, _I, _W, _EF, _EB, _S, _T = range(len(KINDS))
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When the passes of a step were done, or will be; one column entry a pass.
+    """Start and end of the passes of a step, one column entry per pass.
 
     Passes are ordered by rank, and those of a rank by program order.
 
@@ -148,7 +148,8 @@ class MachineLinks:
     """The links of a machine between the ranks of one pipeline.
 
     Ranks fill the nodes in order. Two ranks of one node talk over its ``device`` (of a CPU:
-    ``loopback``) link, others over the ``node`` link; a machine that lacks one uses the other.
+    ``loopback``) link, others over the ``node`` link; a machine without one of the links uses the
+    other.
 
     Args:
         machine: what there is.

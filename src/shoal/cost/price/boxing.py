@@ -58,7 +58,7 @@ class BoxingStep(NamedTuple):
     Args:
         source: placement before.
         target: placement after.
-        elements: elements that travel between ranks, all ranks together.
+        elements: elements sent between ranks, in total.
     """
 
     source: Placement
@@ -103,7 +103,7 @@ def weighed(weight: float) -> tuple[int, int]:
 def step_elements(
     shape: tuple[int, ...], mesh: Mesh, source: Placement, target: Placement
 ) -> int | None:
-    """Elements that travel where one step does it; None where one cannot."""
+    """Elements sent by a single step; None if one step is not enough."""
     step = BoxingStep(source, target, 0)
     axes = step.axes
     if not axes:
@@ -169,7 +169,7 @@ class Boxing:
         """[n, n]: collectives on the way, one after the other."""
 
     def cost(self, source: Placement, target: Placement) -> int:
-        """Elements that travel.
+        """Number of elements sent.
 
         Raises:
             PlanError: one of them is no placement of this tensor.

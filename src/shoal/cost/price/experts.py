@@ -37,7 +37,7 @@ def held_parameters(shape: ModelShape, split: Parallel) -> tuple[float, float]:
 
 
 def exchange_s(sent: ExpertExchange, machine: Machine) -> float:
-    """Seconds of an exchange: what goes far and what stays near travel at the same time."""
+    """Seconds of an exchange, in which messages between and within nodes overlap."""
     near, far = machine.link("device") or machine.link("loopback"), machine.link("node")
     reached = CALIBRATED.wire if machine.device.kind == "gpu" else 1.0
     seconds = 0.0
@@ -94,12 +94,12 @@ def dispatch(
     wire: dict[str, float],
     engine: EngineSpec = SHOAL,
 ) -> float:
-    """Seconds in which the experts' rows travel, of one micro-batch and the fullest stage.
+    """Seconds of the token exchange of one micro-batch on the stage with the most experts.
 
     Args:
         job: with experts on a grid of their own, or not.
         shape: the model.
-        machine: whose links they travel over.
+        machine: machine with the links.
         microbatch: sequences.
         wire: bytes that a rank sends in a step, by scope; added to.
         engine: how tokens cross to other nodes.

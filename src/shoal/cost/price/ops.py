@@ -103,7 +103,7 @@ class OpGroup:
         backward_share: share of the product's backward pass that runs backward; the loss
             makes its gradients forward.
         recomputed: full recomputation runs its forward pass again.
-        keys: tokens of a sequence that attention looks at.
+        keys: tokens of a sequence that attention reads.
         groups: equal products that run as one kernel, on an accelerator.
         dtype: type of the product's operands there.
         adds: bytes of a cell to which the gradient of a weight is added there; 0 writes it alone.

@@ -35,7 +35,7 @@ class OperatorTimes(NamedTuple):
 
     Args:
         compute_s: seconds of the operators of a rank.
-        wire_s: seconds of what is sent.
+        wire_s: seconds of communication.
     """
 
     compute_s: float
@@ -71,7 +71,7 @@ class RehearsedRates:
     """What the rehearsals of a machine say.
 
     Args:
-        told: seconds of a job by its operators alone.
+        told: predicted seconds of a job from its operators alone.
     """
 
     def __init__(self, machine: Machine, measured: Callable[[Work], OperatorTimes]) -> None:

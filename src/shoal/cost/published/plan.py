@@ -65,9 +65,9 @@ def _options(replay: TrainReplay) -> Iterator[PublishedRun]:
 
 
 def predict(replay: TrainReplay, k: GpuCalibration) -> PublishedPrediction:
-    """The prediction for a row: of open choices the fastest that fits, or that lacks least.
+    """The prediction for a row; open choices are the fastest that fit, or the nearest to fitting.
 
-    It is the price of a plan: the same function, asked for the engine of the row.
+    It is the price of a plan by the same function, for the engine of the row.
     """
     options = list(_options(replay))
     if len(options) > 1:

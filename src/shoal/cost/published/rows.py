@@ -116,7 +116,7 @@ class TrainReplay:
 
 
 class UnplayableError(ModelError):
-    """A row lacks what decides."""
+    """A row has no value for a required field."""
 
 
 # Names of the rows' models among the shipped shapes.

@@ -30,7 +30,7 @@ class PublishedRun:
         recompute: what runs again: nothing; attention's inside; half of each block; all.
         precision: bf16, fp16, fp32, fp8 (per tensor), mxfp8, fp8-rows or fp4.
         tuned: all weights are trained, or only adapters beside them (lora).
-        overlap: what travels while other micro-batches are computed: nothing, or experts' tokens.
+        overlap: communication that overlaps with other micro-batches: nothing, or experts' tokens.
         window: keys that a query sees at most, 0 for all; and on which share of layers.
     """
 
@@ -95,7 +95,7 @@ def job_of(run: PublishedRun) -> TrainJob:
 
 
 def engine_as_run(run: PublishedRun) -> EngineSpec:
-    """The engine with what it was asked for in this run."""
+    """The engine with its settings in this run."""
     # A tiled kernel computes attention's inside again in any case.
     tiled = run.recompute == "selective" and run.engine.attention != "plain"
     again = "none" if tiled or run.recompute in ("full", "stage") else run.recompute

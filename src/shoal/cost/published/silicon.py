@@ -53,7 +53,7 @@ class SiliconRun:
         tpot_s: measured s of a token.
         run: degrees and formats, in short.
         filled: rules by which the row was completed.
-        clients: what they ask for.
+        clients: workload of the clients.
         splits: of a server that decodes; then of one of prompts, if these have their own.
         servers: of each of these kinds.
         formats: of weights and cache.

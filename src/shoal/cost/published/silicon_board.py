@@ -33,7 +33,7 @@ class SiliconScore:
     """One run and what was predicted of it.
 
     Args:
-        group: its model, or its device: what was left out.
+        group: the held-out group, its model or its device.
         predicted: quantity -> s.
         spread: quantity -> factor of the 90 % interval, set by the other groups.
     """
@@ -64,7 +64,7 @@ class SiliconBoard:
     Args:
         scores: left out by -> every run.
         skipped: reason -> rows.
-        seconds: that all took, constants set anew for every group included.
+        seconds: total time, including the refit of constants for every group.
     """
 
     scores: dict[str, list[SiliconScore]]
@@ -90,7 +90,7 @@ def score_silicon_file(path: Path) -> SiliconBoard:
     """Score another table of the same columns by the engines' constants as they are.
 
     Raises:
-        ConfigError: the file lacks a column.
+        ConfigError: a column is missing.
     """
     runs, skipped = _replayed(read_silicon(path))
     scores = []

@@ -21,7 +21,7 @@ class CurvePoint(Value):
         spread: standard deviation of ``value`` over seeds, if there were several.
         trials: validation examples behind an error *rate*, which make zero errors usable.
         model: parameters of the model, for a joint law.
-        metric: what was measured; all points of a curve have one.
+        metric: name of the metric; equal for all points of a curve.
     """
 
     size: float

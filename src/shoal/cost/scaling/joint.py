@@ -16,7 +16,7 @@ from shoal.core.parts import part
 
 @part
 class JointLaw:
-    """One law for planning: what a larger model and more data are each worth."""
+    """The loss as a function of model size and training tokens; for planning."""
 
     parameters: ClassVar[tuple[str, ...]] = ("E", "A", "a", "B", "b")
     inputs: ClassVar[int] = 2

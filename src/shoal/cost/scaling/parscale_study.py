@@ -29,7 +29,7 @@ class ParScaleStudy:
     Args:
         model: name, directory or shape file.
         params: parameters, such as 1.6e9; the model's, if not given.
-        corpus: whose published losses: stack or pile.
+        corpus: corpus of the published losses: stack or pile.
         batch: requests at once.
         context: tokens of each.
     """

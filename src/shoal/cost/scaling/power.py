@@ -15,7 +15,7 @@ from shoal.core.parts import part
 
 @part
 class PowerLaw:
-    """The middle of a learning curve; choose it where neither plateau nor floor shows."""
+    """A power law, for the middle of a learning curve, without a plateau or an irreducible loss."""
 
     parameters: ClassVar[tuple[str, ...]] = ("alpha", "beta")
     inputs: ClassVar[int] = 1

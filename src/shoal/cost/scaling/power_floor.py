@@ -15,7 +15,7 @@ from shoal.core.parts import part
 
 @part
 class PowerFloor:
-    """A learning curve that bends towards a floor; its floor needs points near it."""
+    """A power law with an irreducible loss, which needs points near it."""
 
     parameters: ClassVar[tuple[str, ...]] = ("alpha", "beta", "gamma")
     inputs: ClassVar[int] = 1

@@ -26,7 +26,7 @@ class ScalingStudy:
 
     Args:
         curve: CSV with columns size,value[,spread,trials].
-        target: an error: how much data does it take?
+        target: target error for which the required data is computed.
         law: power, power_floor or three_regime; the best of them if not given.
     """
 

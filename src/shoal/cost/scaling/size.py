@@ -15,7 +15,7 @@ from shoal.core.parts import part
 
 @part
 class SizeLaw:
-    """Parameters of the best-fitting model over the data it was fitted to."""
+    """Size of the best-fitting model as a function of the size of the training data."""
 
     parameters: ClassVar[tuple[str, ...]] = ("sigma", "beta_p")
     inputs: ClassVar[int] = 1

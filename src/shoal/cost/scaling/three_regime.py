@@ -20,7 +20,7 @@ from shoal.core.parts import part
 
 @part
 class ThreeRegime:
-    """A whole learning curve, from data too small to learn from to the floor."""
+    """A whole learning curve: random guessing, power law, irreducible loss."""
 
     parameters: ClassVar[tuple[str, ...]] = ("epsilon0", "m0", "beta", "kappa", "gamma")
     inputs: ClassVar[int] = 1

@@ -24,7 +24,7 @@ _TOGETHER = 8192
 
 @dataclass(frozen=True)
 class Clients:
-    """What a closed loop asks for."""
+    """The workload of a closed loop."""
 
     number: float
     prompt: int
@@ -86,7 +86,7 @@ def closed_loop(
 
     Args:
         decode: steps of the devices that generate; of all devices without ``prefill``.
-        clients: what is asked.
+        clients: workload of the clients.
         prefill: steps of the devices that compute prompts; None where the same ones do.
         decoders: servers that generate.
         prefillers: servers that compute prompts.

@@ -182,11 +182,11 @@ class SimulatedFleet:
         prefill: where prompts go: schedulers of the prefill phase, or of both phases if
             ``decode`` is empty.
         decode: schedulers of the decode phase.
-        dispatcher: for so many instances; without requests.
+        dispatcher: a dispatcher for this number of instances, without requests.
         arrivals: what comes, in the order of time.
         wire: how keys and values come to decode instances.
-        crowding: how much longer a step takes for each other instance that is in one, as a
-            share of its time alone.
+        crowding: slowdown of a step per other instance that runs a step, as a share of its time
+            alone.
 
     Attributes:
         now: s up to which everything is known.

@@ -106,11 +106,11 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What guesses give and take.
+    """Gain and cost of speculative decoding.
 
     Args:
-        tokens: expected of a step of one request with 0, 1, ... nodes.
-        guess_s: s of the guesses of a step.
+        tokens: expected tokens per step of one request with 0, 1, ... nodes.
+        guess_s: s of drafting per step.
     """
 
     tokens: tuple[float, ...]
@@ -121,11 +121,11 @@ class SimulatedRunner:
     """A runner that computes nothing: it takes the predicted time and gives token 0.
 
     Transfers go over a link with a lane for each direction, one after another, beside the
-    computation; a step that waits for some takes that much longer.
+    computation; a step that waits for transfers takes correspondingly longer.
 
     Args:
         link: of transfers; there must be none without it.
-        speculation: what guesses give and take, where decodes guess.
+        speculation: gain and cost of speculative decoding; None without.
     """
 
     def __init__(

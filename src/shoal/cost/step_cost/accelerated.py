@@ -52,7 +52,7 @@ class ServingSplit:
 
     Args:
         tp: devices that share the attention of one batch of requests.
-        replicas: groups of ``tp`` devices with requests of their own that share the experts.
+        replicas: groups of ``tp`` devices with separate requests that share the experts.
         expert_tp: devices that share an expert; 0 for ``tp * replicas / experts_over``.
         experts_over: devices that the experts are divided over.
         pp: stages.

@@ -28,9 +28,9 @@ class Cooling(Value):
     """How much longer steps take after a pause.
 
     Args:
-        cold_s: s that a step takes longer where nothing is left in the caches.
+        cold_s: additional s of a step with cold caches.
         tau_s: s of a pause after which a share 1/e is left.
-        keeps: share of the coldness that a step leaves.
+        keeps: share of the effect that remains after a step.
     """
 
     cold_s: NonNegativeFloat

@@ -17,10 +17,10 @@ from shoal.ir import StepCost
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LendingStepCost:
-    """A step's seconds by what lies where.
+    """Step time by the location of cache blocks.
 
     Args:
-        cost: of a step with all of its contexts here.
+        cost: cost of a step with all contexts on this instance.
         hop_s: s of a message to a lender and its answer, in one layer.
         block_s: s to copy one block to a lender, all layers together.
     """

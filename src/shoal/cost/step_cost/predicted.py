@@ -59,7 +59,7 @@ def predicted_step_cost(
 
     Raises:
         ConfigError: another precision, or an unknown engine.
-        MachineError: the machine lacks a rate that is needed.
+        MachineError: the machine has no value for a required rate.
         PlanError: heads that ``tp`` does not divide.
     """
     require(precision in BYTES, "precision", precision, expected=" or ".join(BYTES))

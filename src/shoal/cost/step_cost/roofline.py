@@ -95,7 +95,7 @@ class Roofline:
 
     Raises:
         ConfigError: another precision.
-        MachineError: the machine lacks a rate that is needed.
+        MachineError: the machine has no value for a required rate.
     """
 
     def __init__(

@@ -45,8 +45,8 @@ Policy = Literal["compute_first", "round_robin"]
 class RingDevice(Value):
     """One device of the ring; by default one of the size that such papers simulate.
 
-    The paper's own table of its simulator was not at hand: the defaults are those of a data
-    centre's GPU of 2020, and ``efficiency`` and ``update_cost`` are chosen, not published.
+    The paper's table of simulator parameters is not available: the defaults are those of a
+    data-centre GPU of 2020, and ``efficiency`` and ``update_cost`` are assumptions.
 
     Args:
         compute_units: workgroup tiles that are computed at once.
@@ -109,7 +109,7 @@ class OverlapResult(Value):
         seconds: until every device has its rows of the sum.
         product_s: until the last device's product is stored.
         operand_reads: bytes read for the product, of one device.
-        product_writes: bytes of its own updates, of one device.
+        product_writes: bytes of local updates of one device.
         scatter_reads: bytes that DMAs read, of one device.
         scatter_writes: bytes of updates that came over the link, of one device.
         sent: bytes over the link, of one device.

@@ -12,10 +12,10 @@ from shoal.ir import Explanation, Progress
 
 @part
 class T3Study:
-    """Simulate products whose stores trigger their reduce-scatter (T3), layer by layer.
+    """Simulate matrix products whose stores trigger their reduce-scatter (T3), layer by layer.
 
-    A row-split layer's output is summed over the tensor-parallel devices. With trackers, triggered
-    DMAs and additions near memory that travels while the product is computed.
+    The output of a row-parallel layer is summed over the tensor-parallel devices. With trackers,
+    triggered DMAs and near-memory reductions, this overlaps with the product.
 
     **Examples**
 
@@ -27,9 +27,9 @@ class T3Study:
 
     Args:
         hidden: size of the model.
-        tp: devices of a layer.
+        tp: tensor-parallel devices.
         tokens: of a pass.
-        device: what differs from the simulated device, such as {link_bandwidth: 1.5e11}.
+        device: values of the simulated device to override, such as {link_bandwidth: 1.5e11}.
     """
 
     machine: ClassVar = None

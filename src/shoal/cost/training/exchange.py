@@ -34,8 +34,8 @@ def exchanged_s(
 
     Args:
         work: the job.
-        engine: what overlaps, and in which width gradients travel.
-        gpu: whose links they travel over.
+        engine: overlap and dtype of the gradient communication.
+        gpu: device with the links.
         k: measured constants.
         divides: what is divided over the ranks: weights, gradients, optimizer.
         forward: a micro-batch's pass on the busiest stage.

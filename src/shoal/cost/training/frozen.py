@@ -32,8 +32,8 @@ class FrozenBase(NamedTuple):
     Args:
         outside: bytes of a weight of embedding and output matrix.
         inside: bytes of a weight of the blocks' matrices.
-        copied: products have copies of these matrices in bf16, which are kept for a step.
-        passes: what is read and written to have them in the type of the products.
+        copied: products use bf16 copies of these matrices, which exist for one step.
+        passes: bytes read and written to convert them to the dtype of the products.
     """
 
     outside: float

@@ -15,7 +15,7 @@ _BYTES = 4.0
 
 
 def hidden_bytes(job: TrainJob, shape: ModelShape) -> float:
-    """Bytes of a rank's gradients, experts' aside, that travel in slices; 4 bytes a parameter."""
+    """Bytes of a rank's gradients that are sent in slices, without experts; 4 per parameter."""
     split = job.parallel
     if not split.slices:
         return 0.0

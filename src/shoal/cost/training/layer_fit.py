@@ -47,7 +47,7 @@ class LinkFit(Value):
         group: ranks that take part.
         stride: how far apart they are, by number; neighbours are 1.
         latency_s: of every call.
-        bandwidth: byte/s of what the ring's formulas say that a rank sends.
+        bandwidth: byte/s, for the bytes per rank by the ring formulas.
     """
 
     op: Literal["all_reduce", "gather", "scatter", "send"]
@@ -88,7 +88,7 @@ class Overlap(Value):
 
 
 class LayerProfile(Value):
-    """What was measured of the layers of one model on one machine.
+    """Measurements of the layers of one model on one machine.
 
     Args:
         forward: ``layer/tp`` -> fit of the forward pass, such as ``block/2``; ``embed`` and
@@ -96,7 +96,7 @@ class LayerProfile(Value):
         backward: the same of the backward pass.
         links: fits of communication.
         overlap: slowdown where both are under way.
-        step_s: seconds of a step that belong to no layer: reading rows, counting, the loop.
+        step_s: seconds of a step outside the layers: reading rows, counting, the loop.
         per_parameter_s: seconds of the update of one parameter, its norm included.
     """
 

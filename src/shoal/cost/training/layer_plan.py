@@ -33,8 +33,8 @@ class LayerPlan(NamedTuple):
         strategies: of each layer.
         sequences: of a micro-batch, on all ranks of a stage.
         microbatches: of a step.
-        ends: how embedding and output layer run, and in what layout stages hand on; as the blocks
-            next to them, if not given.
+        ends: layout of embedding and output layer, and of the boundaries of stages; that of the
+            adjacent blocks if not given.
     """
 
     stages: tuple[range, ...]

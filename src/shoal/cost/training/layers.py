@@ -61,12 +61,12 @@ class LayerCost:
         overhead_s: seconds of launching both that nothing hides.
         wire_s: seconds of communication of both passes that nothing hides.
         extra_s: what the last micro-batch takes longer, since gradients are summed.
-        update_s: once a step: update, and publishing what was updated.
+        update_s: per step: update, and communication of updated parameters.
         forward_share: of overhead and wire that belong to the forward pass.
         states_bytes: weights, gradients and optimizer state, by cause.
         held_bytes: kept of one micro-batch from forward to backward.
         transient_bytes: beside them, while it is at work.
-        sent_bytes: what a rank sends in a step of one micro-batch.
+        sent_bytes: bytes that a rank sends in a step of one micro-batch.
     """
 
     forward: PassSeconds
@@ -98,7 +98,7 @@ class LayerCost:
 
     @property
     def once_s(self) -> float:
-        """Seconds that are spent once a step, whatever the number of micro-batches."""
+        """Seconds per step, independent of the number of micro-batches."""
         return self.extra_s + self.update_s
 
     @property

@@ -61,7 +61,7 @@ class LayerPricer:
             do not.
         machine: what there is.
         shape: of which embedding, output layer and precision of states are taken.
-        profile: what was measured of the layers; the machine's rates serve where nothing was.
+        profile: measurements of the layers; the machine's rates are used where there are none.
 
     Raises:
         MachineError: the machine has no rate, or no link, that is needed.

@@ -42,7 +42,7 @@ def makespan(pass_: MoePass, r: int, slice_s: float = 0.0, *, one_link: bool = F
     Args:
         pass_: what tasks take.
         r: chunks.
-        slice_s: s of the gradients' sum that travels in the middle of the pass.
+        slice_s: s of the gradient reduction in the middle of the pass.
         one_link: everything that is sent waits for what was sent before.
 
     Raises:

@@ -69,7 +69,7 @@ def estimate(work: Work, machine: Machine) -> Estimate:
     Raises:
         PlanError: more ranks than the machine's nodes can hold, or a shape that the
             degrees of parallelism do not divide.
-        MachineError: the machine lacks a rate that is needed.
+        MachineError: the machine has no value for a required rate.
         ConfigError: an option of a part is wrong.
     """
     return Pricer(machine).estimate(work)

@@ -46,7 +46,7 @@ class StagePasses(NamedTuple):
 
     Args:
         forward: forward pass; on an accelerator of all blocks, without output layer and loss.
-        backward: backward pass, by what is computed again.
+        backward: backward pass, by the amount of recomputation.
         ends: forward pass of output layer and loss, on an accelerator.
         last: their backward pass.
     """

@@ -55,7 +55,7 @@ def tensor_parallel_s(
 
 
 def not_hidden_s(job: TrainJob, machine: Machine, tensor_s: float, products_s: float) -> float:
-    """Seconds of a micro-batch's all-reduces that do not travel behind tiles of the products.
+    """Seconds of a micro-batch's all-reduces that do not overlap with tiles of the products.
 
     The first tile is computed before anything can be sent, and the last one is sent when nothing
     is left to compute. Ranks of one host that sum through its memory hide nothing: summing is

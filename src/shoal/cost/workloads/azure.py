@@ -36,10 +36,10 @@ class Azure:
     """A production trace of conversations or code completion, as CSV.
 
     Args:
-        path: the file, also below the folder ``SHOAL_DATA``.
-        requests: the first so many; None takes all.
+        path: path of the file, also searched in the directory ``SHOAL_DATA``.
+        requests: number of first requests to take; None for all.
         rate: requests per second to which the times are stretched; None keeps them.
-        scale: divides all lengths, for small models and machines.
+        scale: divisor of all lengths, for small models and machines.
     """
 
     path: str

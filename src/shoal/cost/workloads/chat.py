@@ -11,7 +11,7 @@ from shoal.cost.workloads.independent import Independent
 
 @part
 class Chat(Independent):
-    """Independent questions: prompts of 400 tokens and answers of 120 in the median."""
+    """Independent questions; median lengths: prompt 400 tokens, output 120 tokens."""
 
     NAME: ClassVar = "chat"
     PROMPTS: ClassVar = LengthLaw(400, 1.1, 8, 2000)

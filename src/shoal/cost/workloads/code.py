@@ -11,7 +11,7 @@ from shoal.cost.workloads.independent import Independent
 
 @part
 class Code(Independent):
-    """Independent completions of code: prompts of 165 tokens, outputs of 55 in the median."""
+    """Independent code completions; median lengths: prompt 165 tokens, output 55 tokens."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"quotes_prompts"})
     NAME: ClassVar = "code"

@@ -14,11 +14,11 @@ class Independent:
     """What such workloads share.
 
     Args:
-        requests: how many, unless a command says otherwise.
-        rate: requests per second; None has all of them at time 0.
-        burstiness: standard deviation of the time between arrivals over its mean; 1 is a
-            Poisson process, more comes in bursts.
-        scale: divides all lengths, for small models and machines.
+        requests: number of requests, unless a command gives another.
+        rate: requests per second; None for all requests at time 0.
+        burstiness: coefficient of variation of the time between arrivals; 1 is a Poisson process,
+            larger values are burstier.
+        scale: divisor of all lengths, for small models and machines.
     """
 
     requests: Requests = 200

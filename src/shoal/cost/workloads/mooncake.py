@@ -35,8 +35,8 @@ class Mooncake:
     """A production trace of conversations whose prompts share prefixes, as JSONL.
 
     Args:
-        path: the file, also below the folder ``SHOAL_DATA``.
-        requests: the first so many; None takes all.
+        path: path of the file, also searched in the directory ``SHOAL_DATA``.
+        requests: number of first requests to take; None for all.
         rate: requests per second to which the times are stretched; None keeps them.
         scale: divides all lengths, those of the hashed blocks too, for small models and
             machines; 16 makes blocks of 32 tokens.

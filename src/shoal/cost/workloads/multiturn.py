@@ -22,12 +22,12 @@ from shoal.ir import Arrival
 
 @part
 class Multiturn:
-    """Conversations: a turn's prompt is all before it, the answers included, and a question.
+    """Conversations: the prompt of a turn is all earlier questions and answers, and a new question.
 
-    The trace is open: a turn comes a thinking time after the one before came, whenever that
-    was answered. Its history holds answers of the trace, not those of the server, so
-    what a server has cached of a conversation is the prompts. A conversation ends early
-    where its next turn would be longer than ``max_position``.
+    The trace is open-loop: a turn arrives one thinking time after the previous turn arrived,
+    whether that was answered or not. The history holds the answers of the trace, not those of the
+    server, so the server can reuse only the prompts of a conversation. A conversation ends early if
+    its next turn would be longer than ``max_position``.
 
     Args:
         requests: turns of all conversations, unless a command says otherwise.
@@ -35,7 +35,7 @@ class Multiturn:
             their later turns still follow after thinking.
         burstiness: standard deviation of the time between conversations over its mean; 1 is
             a Poisson process, more comes in bursts.
-        scale: divides all lengths, for small models and machines.
+        scale: divisor of all lengths, for small models and machines.
         turns: turns of a conversation.
         think_s: mean time between two turns, s, exponentially distributed.
     """

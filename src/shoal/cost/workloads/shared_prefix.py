@@ -22,15 +22,15 @@ from shoal.ir import Arrival
 
 @part
 class SharedPrefix:
-    """Each prompt is one of a few long prefixes and a question of its own.
+    """Each prompt is one of a few long prefixes followed by its own question.
 
     Args:
-        requests: how many, unless a command says otherwise.
-        rate: requests per second; None has all of them at time 0.
-        burstiness: standard deviation of the time between arrivals over its mean; 1 is a
-            Poisson process, more comes in bursts.
-        scale: divides all lengths, for small models and machines.
-        prefixes: different prefixes, each as likely as the others.
+        requests: number of requests, unless a command gives another.
+        rate: requests per second; None for all requests at time 0.
+        burstiness: coefficient of variation of the time between arrivals; 1 is a Poisson process,
+            larger values are burstier.
+        scale: divisor of all lengths, for small models and machines.
+        prefixes: number of different prefixes, drawn with equal probability.
         prefix_tokens: tokens of a prefix.
     """
 

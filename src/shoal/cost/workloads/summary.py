@@ -11,7 +11,7 @@ from shoal.cost.workloads.independent import Independent
 
 @part
 class SummaryWorkload(Independent):
-    """Independent documents of 6000 tokens in the median, summaries of 150."""
+    """Independent documents to summarize; median lengths: prompt 6000 tokens, output 150 tokens."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"quotes_prompts"})
     NAME: ClassVar = "summary"

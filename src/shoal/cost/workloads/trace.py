@@ -25,7 +25,7 @@ class TraceWorkload:
 
     Args:
         path: the file.
-        requests: the first so many; None takes all.
+        requests: number of first requests to take; None for all.
         rate: requests per second to which the times are stretched; None keeps them.
     """
 

@@ -121,7 +121,7 @@ def for_loop(
             name in arrays,
             f"{where} write",
             name,
-            expected=f"one of the arrays {', '.join(arrays) or '(there is none)'}",
+            expected=f"one of the arrays {', '.join(arrays) or '(none given)'}",
             error=KernelError,
         )
     require(
@@ -161,6 +161,6 @@ def disjoint(where: str, out: ArrayView, other: ArrayView) -> None:
     """
     if overlaps(out, other) or out.address == other.address:
         raise KernelError(
-            f"{where}: out shares memory with the input, which is read again later; write to "
-            "another array"
+            f"{where}: out shares memory with the input, which is read again after it is written; "
+            "write to another array"
         )

@@ -70,7 +70,7 @@ def cpp(where: str, text: str | CppExpression, names: frozenset[str], real: str)
         tree = ast.parse(text.strip(), mode="eval")
     except SyntaxError as cause:
         raise KernelError(
-            f"{where} = {text!r}: no expression ({cause.msg}); write one like 'a + s*b'"
+            f"{where} = {text!r}: not an expression ({cause.msg}); expected one such as 'a + s*b'"
         ) from cause
     return _Writer(where, text, names, real).write(tree.body)
 
@@ -98,7 +98,7 @@ class _Writer:
             return f"chosen({', '.join(parts)})"
         if isinstance(node, ast.Call):
             return self._call(node)
-        raise self._error(f"{type(node).__name__} is not among what an element function may do")
+        raise self._error(f"{type(node).__name__} is not supported in an element function")
 
     def _error(self, what: str) -> KernelError:
         return KernelError(f"{self.where} = {self.text!r}: {what}")
@@ -108,7 +108,7 @@ class _Writer:
             return name
         known = ", ".join(sorted(self.names)) or "none"
         raise self._error(
-            f"no array or constant is called {name!r}; there are {known}"
+            f"no array or constant is named {name!r}; expected one of {known}"
             + suggestion(name, self.names)
         )
 
@@ -117,7 +117,7 @@ class _Writer:
             return "true" if value else "false"
         if isinstance(value, int):
             if not -(2**63) <= value < 2**63:
-                raise self._error(f"{value} does not fit 64 bits")
+                raise self._error(f"{value} does not fit in 64 bits")
             return f"int64_t({value})" if abs(value) >= 2**31 else str(value)
         if isinstance(value, float):
             return (
@@ -141,7 +141,7 @@ class _Writer:
             return f"{_CALLED[type(node.op)]}({left}, {right})"
         if type(node.op) in _BINARY:
             return f"({left} {_BINARY[type(node.op)]} {right})"
-        raise self._error("this operator is not among what an element function may do")
+        raise self._error("this operator is not supported in an element function")
 
     def _compare(self, node: ast.Compare) -> str:
         terms = [self.write(term) for term in (node.left, *node.comparators)]

@@ -39,7 +39,7 @@ class LoopReduction:
     Args:
         op: one of :data:`NAMED`, or an expression of x and y.
         f: of the elements.
-        init: what it begins with; nothing for an empty range is an error without, but for + and *.
+        init: initial value; without one, an empty range is an error, except for + and *.
     """
 
     op: str | CppExpression
@@ -95,7 +95,7 @@ def built(
     """Generated functions, for one of the runtime.
 
     Args:
-        text: what stands behind native/algorithm.h: ``extern "C"`` functions.
+        text: code after native/algorithm.h: ``extern "C"`` functions.
         runtime: function of native/algorithms.cpp.
         functions: of the text, in the order in which the runtime takes them.
         sized: the runtime takes the size of a partial result, which ``text`` has as ``size``.
@@ -187,8 +187,8 @@ def check_op(where: str, op: str | CppExpression, policy: Policy, assume_associa
         return
     text = op.text if isinstance(op, CppExpression) else op
     raise KernelError(
-        f"{where} op = {text!r}: in parallel an operator must be associative; take one of "
-        f"{', '.join(NAMED)}, say assume_associative=True, or use seq" + suggestion(text, NAMED)
+        f"{where} op = {text!r}: a parallel policy needs an associative operator; use one of "
+        f"{', '.join(NAMED)}, set assume_associative=True, or use seq" + suggestion(text, NAMED)
     )
 
 
@@ -210,7 +210,7 @@ def names_of(
             is_name(name),
             f"{where} name",
             name,
-            expected="a letter, then letters, digits and _, and no word of C++",
+            expected="a letter, then letters, digits and _, and not a keyword of C++",
             error=KernelError,
         )
     for name, number in numbers.items():
@@ -264,8 +264,9 @@ def loop(
         for other, array in (*inputs.items(), *outputs.items()):
             if other != name and overlaps(out, array):
                 raise KernelError(
-                    f"{where}: {name} shares memory with {other}, shifted; tasks would read what "
-                    "others have written; write to another array, or to the very same"
+                    f"{where}: {name} shares memory with {other}, shifted; tasks would read "
+                    "elements that others have written; write to another array, or exactly to "
+                    "this one"
                 )
     arrays = {**inputs, **outputs}
     key = (

@@ -90,7 +90,7 @@ class Policy:
             self.parallel or executor == inline,
             "algorithms.seq.on",
             executor.name,
-            expected="inline; take par for threads",
+            expected="inline; use par for threads",
             error=KernelError,
         )
         return dataclasses.replace(self, executor=executor)
@@ -119,22 +119,22 @@ class Policy:
 
 
 inline = Executor("inline")
-"""The calling thread does all, in order."""
+"""The calling thread executes all tasks in order."""
 
 fork_join = Executor("fork_join")
-"""All threads begin and end together; chunks go to them in turn, or as they become free."""
+"""Threads start and end together; chunks are assigned to them in turn, or as they become free."""
 
 work_stealing = Executor("work_stealing")
-"""Each thread has a contiguous share and, when done, takes half of what another has left."""
+"""Each thread has a contiguous share; an idle thread steals half of another's remaining share."""
 
 block = Executor("block")
-"""One contiguous share a core, the same for every call of one length and for ``allocate``."""
+"""One contiguous share per core, equal in every call of one length and in ``allocate``."""
 
 numa = block
 
 
 def static(size: int = 0) -> Chunking:
-    """Equal chunks, given out in turn; one a core if no size is given."""
+    """Equal chunks, assigned in turn; one per core if no size is given."""
     return Chunking("static", size)
 
 
@@ -173,10 +173,10 @@ def task(policy: Policy) -> Policy:
 
 
 seq = Policy("seq", inline, static())
-"""In order, on the calling thread."""
+"""Executes in order on the calling thread."""
 
 par = Policy("par", fork_join, auto())
-"""By threads; within a chunk in order, but for sums, products, least and greatest."""
+"""Executes in threads; in order within a chunk, except for sums, products, min and max."""
 
 par_unseq = Policy("par_unseq", fork_join, auto())
-"""By threads and vectors."""
+"""Executes in threads and with vector instructions."""

@@ -42,7 +42,7 @@ class StreamStudy:
         from shoal.kernel.dispatch import here
 
         if not self.anyway:
-            check_quiet(wait_s=60.0, hint="measure all the same with --set anyway=true")
+            check_quiet(wait_s=60.0, hint="measure anyway with --set anyway=true")
         result = rates(self.elements, pairs=3 if self.quick else 15)
         probed = here().device.main_memory.read_bandwidth
         return Explanation(

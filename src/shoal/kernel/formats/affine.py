@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @part
 class Uint(BaseFormat):
-    """Codes of N bits from the least to the largest weight of a group.
+    """Asymmetric codes of N bits between the smallest and the largest weight of a group.
 
     Args:
         width: bits of a code, N.

@@ -44,7 +44,7 @@ class BaseFormat:
 
     @classmethod
     def read(cls, digits: str, text: str) -> dict[str, object]:
-        """Options from what stands behind the name of the format, such as the 4 of int4.
+        """Options from the text after the name of the format, such as the 4 of int4.
 
         Args:
             digits: what stands there.
@@ -55,7 +55,8 @@ class BaseFormat:
         """
         if not digits.isdecimal() or not 1 <= int(digits) <= 8:
             raise KernelError(
-                f"weight format {text!r}: {digits or 'nothing'!r} is no width; expected 1 to 8 bits"
+                f"weight format {text!r}: {digits or 'nothing'!r} is not a width; expected 1 to 8 "
+                "bits"
             )
         return {"width": int(digits)}
 
@@ -189,7 +190,9 @@ class BaseFormat:
         shape = (codes_NK.shape[0], codes_NK.shape[1])
         if self.keeps_half:
             if keep_NK is None or bool((_fours(keep_NK).sum(-1) != 2).any()):
-                raise KernelError(f"weight format {self}: expected two of every four to be kept")
+                raise KernelError(
+                    f"weight format {self}: expected two nonzero weights in every four"
+                )
             # nonzero goes in order, so the two places of each four follow each other.
             place = _fours(keep_NK).nonzero()[:, 2].view(shape[0], -1, 2)
             nibbles = (place[..., 0] | place[..., 1] << 2).to(torch.uint8)
@@ -215,7 +218,9 @@ class BaseFormat:
         nibbles = unpack(packed.tensors["places"], 4, packed.shape[1] // 4).long()
         places = torch.stack((nibbles & 3, nibbles >> 2), -1)
         if not bool((places[..., 0] < places[..., 1]).all()):
-            raise KernelError(f"weight format {self}: places: expected two different, in order")
+            raise KernelError(
+                f"weight format {self}: positions: expected two different ones in ascending order"
+            )
         return places
 
     def unpack(self, packed: PackedMatrix) -> Tensor:
@@ -304,7 +309,7 @@ def half_scale(scale: Tensor, where: object) -> Tensor:
     if scale.numel() and float(scale.max()) > 65504:
         raise KernelError(
             f"weight format {where}: a scale of {float(scale.max()):g} is larger than 65504, the "
-            "most that 16 bits hold; divide the weights first"
+            "largest fp16 value; scale the weights first"
         )
     half = scale.to(torch.float16)
     return torch.where(scale > 0, half.clamp(min=2.0**-24), half)

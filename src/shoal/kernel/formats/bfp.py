@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @part
 class Bfp(BaseFormat):
-    """Mantissas of N bits (code ``q + 2^(N-1)``), and an exponent for each block.
+    """Block floating point: mantissas of N bits (code ``q + 2^(N-1)``), and an exponent per block.
 
     Args:
         width: bits of a mantissa, N, sign included.

@@ -46,7 +46,7 @@ def codes_of(integers: Tensor, bits: int) -> Tensor:
         place = tuple(int(index) for index in wrong.nonzero()[0])
         raise KernelError(
             f"bipolar{bits}{list(place)} = {int(integers[place])}: expected odd integers from "
-            f"{-top} to {top}; {bits} bits of plus and minus have no other value"
+            f"{-top} to {top}; {bits} bits of bipolar integers have no other value"
         )
     codes: Tensor = ((integers + top) // 2).to(torch.uint8)
     return codes
@@ -54,10 +54,11 @@ def codes_of(integers: Tensor, bits: int) -> Tensor:
 
 @part
 class Bipolar(BaseFormat):
-    """Odd integers of N bits, and an fp16 scale for each group.
+    """Odd integers of N bits, and an fp16 scale per group.
 
-    With 1 bit the scale is the mean magnitude; with 2 and 3 it is the one of six that leaves the
-    least square error; with more, the largest magnitude is represented.
+    With 1 bit the scale is the mean magnitude; with 2 and 3 bits it is the one of six candidates
+    with the smallest squared error; with more bits it maps the largest magnitude to the largest
+    code.
 
     Args:
         width: bits of a code, N.

@@ -92,7 +92,7 @@ def codes_of(x: Tensor, exponent: int, mantissa: int) -> Tensor:
 
 @part
 class Float(BaseFormat):
-    """A sign, X bits of exponent, Y bits of mantissa, and an fp16 scale for each group.
+    """A sign, X bits of exponent, Y bits of mantissa, and an fp16 scale per group.
 
     Args:
         exponent: bits of the exponent, X.
@@ -121,9 +121,9 @@ class Float(BaseFormat):
         magnitudes(exponent, mantissa)
         if width != 1 + exponent + mantissa:
             raise KernelError(
-                f"weight format {text!r}: a sign, {exponent} bits of exponent and {mantissa} of "
-                f"mantissa are {1 + exponent + mantissa} bits, not {width}; "
-                f"did you mean 'float{1 + exponent + mantissa}_e{exponent}m{mantissa}'?"
+                f"weight format {text!r}: a sign, {exponent} exponent bits and {mantissa} "
+                f"mantissa bits are {1 + exponent + mantissa} bits, not {width}; did you mean "
+                f"'float{1 + exponent + mantissa}_e{exponent}m{mantissa}'?"
             )
         return {"exponent": exponent, "mantissa": mantissa}
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @part
 class Int(BaseFormat):
-    """Codes of N bits around 0, and an fp16 scale for each group.
+    """Symmetric codes of N bits, and an fp16 scale per group.
 
     Args:
         width: bits of a code, N.
         group: weights along K that share a scale; None for all of a row.
-        half: only two of every four weights along K are kept (``-2:4``).
+        half: 2:4 sparsity: only two of every four weights along K are kept (``-2:4``).
     """
 
     width: Annotated[int, Field(ge=1, le=8)] = 4

@@ -51,10 +51,10 @@ def nearest_codes(x: Tensor) -> Tensor:
 
 @part
 class Nf(BaseFormat):
-    """The 16 numbers of NF4, and an fp16 scale for each group.
+    """The 16 values of NF4, and an fp16 scale per group.
 
     Args:
-        width: bits of a code; 4 is the one that is published.
+        width: bits of a code; only the published NF4 is supported.
         group: weights along K that share a scale; None for all of a row.
     """
 
@@ -70,7 +70,7 @@ class Nf(BaseFormat):
         """
         if digits != "4":
             raise KernelError(
-                f"weight format {text!r}: {digits or 'nothing'!r} is no width; expected nf4"
+                f"weight format {text!r}: {digits or 'nothing'!r} is not a width; expected nf4"
             )
         return {"width": 4}
 

@@ -68,8 +68,8 @@ def choose(
             )
         if compiled and backend not in _PLAIN:
             raise KernelError(
-                f"kernel.{op} = {backend!r}: with compile = true the compiler fuses, and it cannot "
-                f"look into {backend}; set compile: false, or take {' or '.join(_PLAIN)}"
+                f"kernel.{op} = {backend!r}: with compile = true the compiler fuses operators, "
+                f"but not {backend}; set compile: false, or use {' or '.join(_PLAIN)}"
             )
     result = {}
     for op in OPERATORS:

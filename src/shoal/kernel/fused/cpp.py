@@ -27,7 +27,7 @@ class _Cpp(BaseKernel):
 
 @part
 class CppRmsNorm(TrainableKernel, _Cpp):
-    """Sum of squares and scaling of a row while it is in the first cache."""
+    """Computes and scales a row while it is in the L1 cache."""
 
     op: ClassVar[str] = "rms_norm"
 
@@ -58,7 +58,7 @@ class CppRmsNorm(TrainableKernel, _Cpp):
 
 @part
 class CppRope(TrainableKernel, _Cpp):
-    """In place, with the norms of queries and keys; cosines are read at each row's position."""
+    """In place, fused with the norms of queries and keys."""
 
     op: ClassVar[str] = "rope"
 
@@ -107,7 +107,7 @@ class CppRope(TrainableKernel, _Cpp):
 
 @part
 class CppSwiglu(TrainableKernel, _Cpp):
-    """Gate, activation and product of sixteen numbers at a time."""
+    """Fused activation and product, sixteen numbers at a time."""
 
     op: ClassVar[str] = "swiglu"
 
@@ -126,7 +126,7 @@ class CppSwiglu(TrainableKernel, _Cpp):
 
 @part
 class CppSample(_Cpp):
-    """Whole rows in double precision; no more is sorted than the choice needs."""
+    """Whole rows in double precision; sorts only the candidates that top-k and top-p need."""
 
     op: ClassVar[str] = "sample"
     memory_share: ClassVar[float] = 0.05

@@ -24,20 +24,20 @@ class _Library(TrainableKernel, BaseKernel):
 
 @part
 class LibraryRmsNorm(_Library):
-    """Statistics in fp32, the way back by layer norm's operator with a mean of zero."""
+    """Statistics in fp32; the backward pass uses layer norm's operator with a mean of zero."""
 
     op: ClassVar[str] = "rms_norm"
 
 
 @part
 class LibraryRope(_Library):
-    """Rotation and split into one buffer each way; norms before it by themselves."""
+    """Rotation and split into one buffer in each pass; norms are separate operators."""
 
     op: ClassVar[str] = "rope"
 
 
 @part
 class LibrarySwiglu(_Library):
-    """Two operators each way, by autograd."""
+    """Two operators in each pass, with autograd."""
 
     op: ClassVar[str] = "swiglu"

@@ -58,11 +58,11 @@ class ReferenceRmsNorm(TrainableKernel, _Reference):
 
 @part
 class ReferenceRope(TrainableKernel, _Reference):
-    """Rotated queries and keys, normalised before where the model says so.
+    """Rotary embedding of queries and keys, after their norms if the model has them.
 
-    Constants: cos and sin [P, C] in fp32, weights of the norms of queries and keys [d] or
-    None, H, K, eps. ``ready(qkv[M, (H + 2K) d], position[M]) -> q[M, H, d], k, v[M, K, d]``;
-    qkv changes, and may be what they are views of.
+    Constants: cos and sin [P, C] in fp32, weights of the norms of queries and keys [d] or None, H,
+    K, eps. ``ready(qkv[M, (H + 2K) d], position[M]) -> q[M, H, d], k, v[M, K, d]``; qkv is
+    overwritten, and the results may be views of it.
     """
 
     op: ClassVar[str] = "rope"
@@ -105,7 +105,7 @@ class ReferenceSwiglu(TrainableKernel, _Reference):
 
 @part
 class ReferenceSample(_Reference):
-    """The next token of every row by temperature, top-k and top-p, in double precision.
+    """Samples the next token of every row with temperature, top-k and top-p, in double precision.
 
     No constants. ``ready(logits[M, V], temperature[M], top_k[M], top_p[M], uniform[M]) ->
     tokens[M]``; the settings in fp64, top_k in int64 with 0 for all.

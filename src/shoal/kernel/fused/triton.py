@@ -21,7 +21,7 @@ def power(n: int) -> int:
 
 @part
 class TritonRmsNorm(TrainableKernel, TritonKernel):
-    """A row in registers: added to, summed and scaled."""
+    """Adds, reduces and scales a row in registers."""
 
     op: ClassVar[str] = "rms_norm"
     invariant: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class TritonRmsNorm(TrainableKernel, TritonKernel):
 
 @part
 class TritonRope(TrainableKernel, TritonKernel):
-    """Queries and keys of a token, in place."""
+    """In place, with the queries and keys of a token per program."""
 
     op: ClassVar[str] = "rope"
     invariant: ClassVar[bool] = True
@@ -90,7 +90,7 @@ class TritonRope(TrainableKernel, TritonKernel):
 
 @part
 class TritonSwiglu(TrainableKernel, TritonKernel):
-    """Gate, activation and product of a piece of a row."""
+    """Fused activation and product of a segment of a row."""
 
     op: ClassVar[str] = "swiglu"
     invariant: ClassVar[bool] = True
@@ -112,10 +112,9 @@ class TritonSwiglu(TrainableKernel, TritonKernel):
 
 @part
 class TritonSample(TritonKernel):
-    """Softmax and choice of a row, a program each, where nothing but temperature limits it.
+    """One program per row for requests without top-k and top-p.
 
-    Rows that top-k or top-p limits are left to the reference: they need an order of the
-    vocabulary.
+    Rows with top-k or top-p use the reference, because they need a sorted vocabulary.
     """
 
     op: ClassVar[str] = "sample"

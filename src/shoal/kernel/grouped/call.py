@@ -12,9 +12,9 @@ from shoal.kernel.calls import BYTES, Device, Dtype
 class GroupedLinear:
     """``y[m, N] = weight[e, N, K] @ x[m, K]`` for every row m, where e is the expert it lies by.
 
-    No constants: ``ready(x[M, K], weight[E, N, K], counts) -> y[M, N]``, differentiable once;
-    the first ``counts[0]`` rows are those of expert 0, and so on. M and counts may differ between
-    calls; here they say what a call costs.
+    No constants: ``ready(x[M, K], weight[E, N, K], counts) -> y[M, N]``, differentiable once; the
+    first ``counts[0]`` rows are those of expert 0, and so on. M and counts may differ between
+    calls; here they determine the cost of a call.
 
     Args:
         experts: matrices, E.

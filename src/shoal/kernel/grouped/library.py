@@ -21,7 +21,7 @@ _BYTES = 16
 
 @part
 class LibraryGroupedLinear(GroupedKernel):
-    """``torch.nn.functional.grouped_mm``, which older versions of PyTorch lack."""
+    """``torch.nn.functional.grouped_mm`` of recent versions of PyTorch."""
 
     backend: ClassVar[str] = "torch"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")

@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 @part
 class PaddedGroupedLinear(GroupedKernel):
-    """``torch.bmm``: pays where a product of its own costs more than the rows that are added.
+    """``torch.bmm`` with padding: for many experts with few rows.
 
-    oneDNN takes a small bf16 matrix some 15 us, whatever its size; one product of all of them has
-    that once. A few popular experts need not make all others as long as themselves: what they have
-    above the level is multiplied by itself. Nothing is copied where all have as many rows.
+    oneDNN takes about 15 us per small bf16 product, whatever its size; one batched product has this
+    overhead once. The rows of popular experts above ``level`` are multiplied separately, so that
+    they do not increase the padding of all others. Nothing is copied if all experts have equally
+    many rows.
 
     Args:
-        level: rows of every expert in the batched product; as many as the expert has that has
-            most, if 0.
+        level: rows of every expert in the batched product; 0 for the largest number of rows of an
+            expert.
     """
 
     backend: ClassVar[str] = "padded"
@@ -44,7 +45,7 @@ class PaddedGroupedLinear(GroupedKernel):
             self.level >= 0,
             "kernel.grouped_linear.padded.level",
             self.level,
-            expected="rows, or 0 for those of the expert that has most",
+            expected="rows, or 0 for the largest number of rows of an expert",
             error=KernelError,
         )
 

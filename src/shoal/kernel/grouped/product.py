@@ -143,11 +143,11 @@ def _check(rows_MK: Tensor, weight_ENK: Tensor, counts: Sequence[int]) -> None:
         )
     if len(counts) != len(weight_ENK):
         raise KernelError(
-            f"kernel.grouped_linear counts: {len(counts)} of them for {len(weight_ENK)} experts; "
-            "give one for each, 0 where it has no rows"
+            f"kernel.grouped_linear counts: {len(counts)} counts for {len(weight_ENK)} experts; "
+            "give one per expert, 0 if it has no rows"
         )
     if sum(counts) != len(rows_MK) or any(count < 0 for count in counts):
         raise KernelError(
-            f"kernel.grouped_linear counts = {list(counts)}: their sum is {sum(counts)}, and "
-            f"there are {len(rows_MK)} rows; give the rows of each expert, none below 0"
+            f"kernel.grouped_linear counts = {list(counts)}: their sum is {sum(counts)}, but "
+            f"there are {len(rows_MK)} rows; give the number of rows of each expert, at least 0"
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @part
 class ReferenceGroupedLinear(GroupedKernel):
-    """Plain torch in fp32 (fp64 for fp64), rounded once at the end; slow on purpose."""
+    """Plain torch in fp32 (fp64 for fp64), rounded once at the end; slow."""
 
     backend: ClassVar[str] = "reference"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @part
 class TritonGroupedLinear(TritonKernel, GroupedKernel):
-    """A tile of one expert's rows and outputs a program; nothing is padded in memory.
+    """One program per tile of an expert's rows and outputs; without padding in memory.
 
-    Which rows a program has is a table that is made of the counts. The gradient of rows is the
+    A table, computed from the counts, assigns rows to programs. The gradient of the rows uses the
     same program with the strides of the matrices exchanged; that of the matrices sums over an
-    expert's rows in one order.
+    expert's rows in a fixed order.
 
     Args:
-        block_n: outputs of a program.
-        block_k: inputs that are read at a time; for the gradient of the matrices, of a program.
+        block_n: outputs per program.
+        block_k: inputs per load; for the gradient of the matrices, inputs per program.
     """
 
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")

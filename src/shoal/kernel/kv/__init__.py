@@ -37,6 +37,6 @@ def kv_format(text: str) -> KVFormat:
     if match is None:
         raise KernelError(
             f"cache format {text!r}: expected plain, int8, or block floats such as bfp12-b32 "
-            "(bits, then numbers that share an exponent)"
+            "(bits, then numbers per exponent)"
         )
     return BfpKVFormat(bits=int(match[1]), block=int(match[2]))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @part
 class BfpKVFormat:
-    """``x = q * 2^(e - (m - 2))``, q of m bits with its sign, e of a block.
+    """``x = q * 2^(e - (m - 2))``, with q of m bits, sign included, and e shared by a block.
 
     ``e = floor(log2 max|x|)``, and ``q = clamp(round(x / step), +-(2^(m-1) - 1))``, to even at
     the half. Numbers below 2^-126 are zero. Stored: codes (bytes; two codes of 4 bits in a byte,
@@ -30,10 +30,10 @@ class BfpKVFormat:
         bits: 12 or 16: the 8 of the exponent and m = 4 or 8 of the mantissa. A number takes
             m + 8 / block bits.
         block: numbers along the head dimension that share an exponent.
-        ksort: order in which the channels of the keys are stored: as they are (none), by the
-            size of their rotary pairs (pairs), or each by its own size (free). It is made once,
-            when the model is loaded.
-        by: what determines the size of a channel: weight, its row of the key projection; or
+        ksort: order in which the channels of the keys are stored: unchanged (none), by the
+            magnitude of their rotary pairs (pairs), or by the magnitude of each channel (free). It
+            is computed once, when the model is loaded.
+        by: source of the magnitude of a channel: weight, its row of the key projection; or
             calibration, its keys on text.
     """
 
@@ -47,14 +47,14 @@ class BfpKVFormat:
             self.bits in (12, 16),
             "kv_format.bfp.bits",
             self.bits,
-            expected="12 (mantissas of 4 bits) or 16 (of 8)",
+            expected="12 (mantissas of 4 bits) or 16 (mantissas of 8 bits)",
             error=KernelError,
         )
         require(
             2 <= self.block <= 1024 and self.block & (self.block - 1) == 0,
             "kv_format.bfp.block",
             self.block,
-            expected="a power of two of 2 to 1024",
+            expected="a power of two from 2 to 1024",
             hint="32 is usual",
             error=KernelError,
         )

@@ -28,7 +28,7 @@ def not_finite(x_NKd: Tensor) -> KernelError:
     place = [int(i) for i in (~torch.isfinite(x_NKd)).nonzero()[0]]
     return KernelError(
         f"cache: number {x_NKd[tuple(place)].item()} of (token, head, channel) {place}: expected "
-        "finite keys and values; look at the model's weights, or use format plain"
+        "finite keys and values; check the model's weights, or use format plain"
     )
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @part
 class Int8:
-    """``round(x / scale)`` with ``scale = max|x| / 127`` in fp32, of one token and head."""
+    """``round(x / scale)`` with ``scale = max|x| / 127`` in fp32, per token and head."""
 
     def __str__(self) -> str:
         return "int8"

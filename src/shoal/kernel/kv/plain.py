@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @part
 class Plain:
-    """No code at all: a number is stored in the type it was computed in."""
+    """No quantization: numbers are stored in the dtype of the computation."""
 
     def __str__(self) -> str:
         return "plain"

@@ -12,9 +12,9 @@ from shoal.kernel.native.tiles import TILES, has_tiles
 
 @part
 class AmxLinear(PanelLinear):
-    """Tiles of 16 x 32 bf16 numbers.
+    """AMX products of tiles of 16 x 32 bf16 numbers.
 
-    Few rows go at the speed of the memory, and many at a third to half of what the tiles can do.
+    Few rows run at the memory bandwidth, many rows at a third to half of the peak of the AMX units.
     """
 
     backend: ClassVar[str] = "amx"
@@ -26,5 +26,5 @@ class AmxLinear(PanelLinear):
     def refuses(self, call: LinearCall) -> str | None:
         reason = super().refuses(call)
         if reason is None and not has_tiles():
-            return "needs matrix tiles, which the operating system does not grant"
+            return "needs AMX tiles, which the operating system does not permit"
         return reason

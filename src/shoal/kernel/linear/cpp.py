@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 @part
 class CppLinear(BaseKernel):
-    """AVX-512 dot products of whole rows, four outputs and up to six rows at a time.
+    """AVX-512 dot products of whole rows, with four outputs and up to six rows at a time.
 
-    Sums are taken in one order, whatever the number of rows: a row has the same bits in any
-    company.
+    The order of summation is fixed: the bits of a row's result do not depend on the other rows.
     """
 
     op: ClassVar[str] = "linear"

@@ -10,9 +10,9 @@ from shoal.kernel.linear.panels import PanelLinear
 
 @part
 class PackedLinear(PanelLinear):
-    """AVX-512 dot products of bf16, of up to twelve rows at a time with a panel of weights.
+    """AVX-512 bf16 dot products of up to twelve rows at a time with a packed panel of weights.
 
-    Few rows go at the speed of the memory, many at nine tenths of what the vectors can do.
+    Few rows run at the memory bandwidth, many rows at nine tenths of the peak of the vector units.
     """
 
     backend: ClassVar[str] = "packed"

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class PanelLinear(BaseKernel):
     """Base of the products with packed weights in bf16: those of vectors and those of tiles.
 
-    They lie in large pages. Sums are taken in one order, whatever the number of rows: a row has the
-    same bits in any company.
+    They lie in large pages. The order of summation is fixed: the bits of a row's result do not
+    depend on the other rows.
 
     Attributes:
         source: the library, and its function.

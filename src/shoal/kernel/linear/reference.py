@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ReferenceLinear(BaseKernel):
     """Plain torch in fp32 (fp64 for fp64), row by row, rounded once at the end.
 
-    Slow on purpose: a product of one row is computed in the same way in any company, on any CPU.
+    Slow; the bits of a row's product do not depend on the other rows or on the CPU.
     """
 
     op: ClassVar[str] = "linear"

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @part
 class TritonLinear(TritonKernel):
-    """Sixteen rows and a tile of outputs a program, sums over K in one order.
+    """One program per sixteen rows and tile of outputs, with a fixed order of summation over K.
 
     Args:
-        block_n: outputs of a program.
-        block_k: inputs that are read at a time.
+        block_n: outputs per program.
+        block_k: inputs per load.
     """
 
     op: ClassVar[str] = "linear"

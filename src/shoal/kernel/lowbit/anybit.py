@@ -109,12 +109,12 @@ def compiled(
 
 @part
 class Anybit(LowbitKernel):
-    """AVX-512: bytes permuted to lanes, eight windows cut from each, values looked up, all widths.
+    """AVX-512 for all widths: permutes bytes to lanes, extracts codes and looks up their values.
 
-    Takes ``int1`` to ``int8``, ``uint1`` to ``uint8`` and every ``float`` of 3 to 8 bits, with
-    groups of a multiple of 8 or a scale for each output. Weights are bf16 in the product, which
-    holds every narrow number exactly, and sums fp32; rows of fp32 are three of bf16 whose sum
-    they are. Sums are taken in one order, whatever the number of rows.
+    Supports ``int1`` to ``int8``, ``uint1`` to ``uint8`` and every ``float`` of 3 to 8 bits, with
+    groups of a multiple of 8 or one scale per output. Products use bf16 weights, which represent
+    every such code exactly, and fp32 sums; fp32 rows are split into three bf16 rows. The order of
+    summation does not depend on the number of rows.
     """
 
     backend: ClassVar[str] = "anybit"
@@ -141,10 +141,10 @@ class Anybit(LowbitKernel):
         if type_of(stored) is None:
             return (
                 f"has no type for {call.format}; expected int1 to int8, uint1 to uint8 or a float "
-                "of 3 to 8 bits, all weights kept"
+                "of 3 to 8 bits, without sparsity"
             )
         if group % 8 and group != call.k:
-            return f"wants groups of a multiple of 8; nearest to {group} is {-(-group // 8) * 8}"
+            return f"needs groups of a multiple of 8; nearest to {group} is {-(-group // 8) * 8}"
         return None
 
     def _prepare(

@@ -43,7 +43,8 @@ def _family(call: LowbitLinearCall) -> str:
 class BipolarLinear(LowbitKernel):
     """Rounds rows to bipolar integers, multiplies exactly, and scales in the same pass.
 
-    Groups are summed in one order by all engines, so a row has the same bits in any company.
+    All engines sum groups in the same order, so the bits of a row's result do not depend on other
+    rows.
     """
 
     backend: ClassVar[str] = "bipolar"
@@ -58,7 +59,7 @@ class BipolarLinear(LowbitKernel):
 
     def _refuses_format(self, call: LowbitLinearCall, stored: BaseFormat, group: int) -> str | None:
         if _family(call) not in _FORMATS or stored.keeps_half:
-            return f"takes weights in {', '.join(_FORMATS)} formats, all of them kept"
+            return f"takes weights in {', '.join(_FORMATS)} formats without sparsity"
         if group < call.k and group % 16:
             near = max(16, group // 16 * 16)
             return f"takes groups of a multiple of 16, not {group}; nearest {near}"

@@ -60,9 +60,9 @@ class _Int4(LowbitKernel):
     def _refuses_format(self, call: LowbitLinearCall, stored: BaseFormat, group: int) -> str | None:
         if isinstance(stored, Nf):
             if not self.normal:
-                return "computes with integers, which the codes of nf4 do not mean"
+                return "computes with integers, and nf4 codes are not integers"
             if call.dtype != "bf16":
-                return f"has the numbers of nf4 in bf16, which {call.dtype} is more exact than"
+                return f"has the values of nf4 in bf16, which is less precise than {call.dtype}"
         elif not isinstance(stored, Int) or stored.width != 4:
             return "reads int4 with groups, channels or 2:4 only"
         segment_of(call.k, group)
@@ -112,11 +112,11 @@ class _Marlin(_Int4):
 
 @part
 class W4A16(_Marlin):
-    """Codes become bf16 by a table; sums of a segment are fp32 and then scaled.
+    """Converts codes to bf16 with a table; the fp32 sum of each segment is scaled.
 
-    Sums are taken in one order, whatever the number of rows or threads: a row has the same
-    bits in any company. fp32 rows are computed as the sum of three bf16 rows, exactly. ``nf4`` is
-    read where rows are bf16.
+    The order of summation is fixed: the bits of a row's result depend neither on the other rows nor
+    on the number of threads. fp32 rows are split exactly into the sum of three bf16 rows. ``nf4``
+    needs bf16 rows.
     """
 
     backend: ClassVar[str] = "cpp_w4a16"
@@ -131,17 +131,16 @@ class _Rounding(_Int4):
 
     def _refuses(self, call: LowbitLinearCall) -> str | None:
         if call.activations != "int8":
-            return "rounds its input to int8, which the call does not ask for"
+            return "rounds its input to int8, which the call does not allow"
         return super()._refuses(call)
 
 
 @part
 class W4A8(_Rounding, _Marlin):
-    """Rows become int8 with a scale for each segment; sums of a segment are exact integers.
+    """Quantizes rows to int8 with a scale per segment; sums of a segment are exact integers.
 
-    Half the work of :class:`W4A16` where many rows make it count. Rows are rounded to 8 bits,
-    so it takes only calls that say so (``activations="int8"``); what it computes is what
-    :class:`Integer` does.
+    Half the work of :class:`W4A16` for many rows. Rows are rounded to 8 bits, so it accepts only
+    calls with ``activations="int8"``; the result equals that of :class:`Integer`.
     """
 
     backend: ClassVar[str] = "cpp_w4a8"
@@ -151,7 +150,7 @@ class W4A8(_Rounding, _Marlin):
 
 @part
 class Integer(_Rounding):
-    """The meaning of ``activations="int8"`` in plain torch; slow on purpose."""
+    """The definition of ``activations="int8"`` in plain torch; slow."""
 
     backend: ClassVar[str] = "integer"
     memory_share: ClassVar[float] = 0.02

@@ -35,8 +35,8 @@ class MarlinTriton(TritonKernel, LowbitKernel):
     """``tl.dot`` on unpacked codes, a group of K at a time.
 
     Args:
-        block_n: outputs of a program.
-        programs: how many should run at once; two for each multiprocessor of a large GPU.
+        block_n: outputs per program.
+        programs: number of concurrent programs; two per multiprocessor of a large GPU.
     """
 
     compute_share: ClassVar[float] = 0.4

@@ -28,7 +28,7 @@ class LibraryLowbitLinear(LowbitKernel):
     def _refuses_format(self, call: LowbitLinearCall, stored: BaseFormat, group: int) -> str | None:
         reason = refuses_groups(stored, group)
         if reason is None and call.n % 16:
-            reason = f"wants outputs in multiples of 16, nearest {-(-call.n // 16) * 16}"
+            reason = f"needs a multiple of 16 outputs; nearest {-(-call.n // 16) * 16}"
         return reason
 
     def _prepare(
@@ -59,9 +59,9 @@ class LibraryLowbitLinear(LowbitKernel):
 
 @part
 class Dequantised(LowbitKernel):
-    """Weights made bf16 (fp32 for fp32 rows) once, then PyTorch's product: for many rows.
+    """Dequantizes to bf16 (fp32 for fp32 rows) once and calls PyTorch's product; for many rows.
 
-    Any format; the layer then takes as much memory as it did before.
+    Supports any format; the layer then takes as much memory as an unquantized one.
     """
 
     backend: ClassVar[str] = "dequantised"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @part
 class ReferenceLowbitLinear(LowbitKernel):
-    """Weights made fp32 once, product in fp32 (fp64 for fp64), rounded at the end; any format."""
+    """Dequantizes to fp32 once; product in fp32 (fp64 for fp64), rounded at the end; any format."""
 
     backend: ClassVar[str] = "reference"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")

@@ -12,7 +12,7 @@ from shoal.kernel.paged.blocks import BlockAttention
 
 @part
 class AmxPagedAttention(BlockAttention):
-    """Products of 32 x 32 numbers by tiles."""
+    """Blocks of 32 x 32 numbers with AMX tiles."""
 
     backend: ClassVar[str] = "amx"
     needs: ClassVar[frozenset[str]] = TILES | BlockAttention.needs
@@ -20,5 +20,5 @@ class AmxPagedAttention(BlockAttention):
     def refuses(self, call: PagedAttentionCall) -> str | None:
         reason = super().refuses(call)
         if reason is None and not has_tiles():
-            return "needs matrix tiles, which the operating system does not grant"
+            return "needs AMX tiles, which the operating system does not permit"
         return reason

@@ -27,15 +27,15 @@ class BlockAttention(CppPagedAttention):
 
     def _refuses(self, call: PagedAttentionCall) -> str | None:
         if call.format != "plain":
-            return f"reads a plain cache, and this one is {call.format}"
+            return f"reads a plain cache, but the format is {call.format}"
         if call.tree:
-            return "lets every query see all before it, and these see branches of a tree"
+            return "supports causal masks only, but these queries form a tree"
         if call.partial:
-            return "gives whole results, and a part of a context is wanted"
+            return "returns whole results, but the call asks for a partial context"
         if call.head_dim % 32 or call.head_dim > _WIDEST:
-            return f"takes heads of multiples of 32 up to {_WIDEST}, and these have {call.head_dim}"
+            return f"takes head dimensions in multiples of 32 up to {_WIDEST}, not {call.head_dim}"
         if call.queries < _FEWEST:
-            return f"takes {_FEWEST} queries of a request or more"
+            return f"takes at least {_FEWEST} queries per request"
         return super()._refuses(call)
 
     def _symbol(self, call: PagedAttentionCall) -> tuple[str, str]:

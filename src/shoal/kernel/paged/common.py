@@ -80,17 +80,21 @@ def checked(
             raise _wrong("blocks", blocks, "int32 or int64 [B, W]")
         rows = len(q)
         if lengths.shape != (rows,) or lengths.dtype != torch.int64:
-            raise _wrong("lengths", lengths, f"int64 [{rows}], the tokens that each query sees")
+            raise _wrong(
+                "lengths",
+                lengths,
+                f"int64 [{rows}], the number of tokens that each query attends to",
+            )
         if requests is None:
             if rows != len(blocks):
                 raise KernelError(
                     f"paged_attention: {rows} queries and {len(blocks)} rows of blocks; expected "
-                    "as many, or `requests` that says which row is whose"
+                    "equally many, or `requests` with the row of blocks of each query"
                 )
         elif requests.shape != (rows,) or requests.dtype != torch.int64:
             raise _wrong("requests", requests, f"int64 [{rows}]")
         if tree is not None and (tree.shape != (2, rows) or tree.dtype != torch.int64):
-            raise _wrong("tree", tree, f"int64 [2, {rows}], roots and bits of what is seen")
+            raise _wrong("tree", tree, f"int64 [2, {rows}], root positions and bit masks")
 
     return check
 

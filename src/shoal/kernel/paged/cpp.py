@@ -26,10 +26,10 @@ _KIND = 1 << 40
 
 @part
 class CppPagedAttention(BaseKernel):
-    """One pass over the tokens in steps of 64, chunks of 256 shared equally among threads.
+    """One pass over the tokens in steps of 64; chunks of 256 are divided evenly among threads.
 
-    A query's numbers are summed in one order, whatever else is in the batch, however a prompt
-    is cut into chunks, and on however many threads: same bits.
+    The order of summation of a query is fixed: its bits depend neither on the rest of the batch,
+    nor on the chunks of a prompt, nor on the number of threads.
     """
 
     op: ClassVar[str] = "paged_attention"
@@ -47,7 +47,7 @@ class CppPagedAttention(BaseKernel):
         if reason is not None:
             return f"cannot read a cache that {reason}"
         if call.kv_heads < 1 or call.heads % call.kv_heads:
-            return f"wants query heads that are a multiple of the {call.kv_heads} key/value heads"
+            return f"needs a multiple of the {call.kv_heads} key/value heads as query heads"
         if isinstance(form, BfpKVFormat):
             least = 32 if form.bits == 12 else 16
             if form.block < least or call.head_dim > 16 * form.block:
@@ -56,7 +56,7 @@ class CppPagedAttention(BaseKernel):
                     f"{form} has {form.block}"
                 )
         elif not isinstance(form, Plain | Int8):
-            return f"does not know the cache format {form}"
+            return f"does not support the cache format {form}"
         if call.dtype != "bf16" and isinstance(form, Plain):
             return None
         missing = sorted({"avx512_bf16", "avx512_vnni"} - cpu_flags())
@@ -95,8 +95,8 @@ class CppPagedAttention(BaseKernel):
                 slot, head, number = tensor.stride()
                 if number != 1 and tensor.shape[2] > 1:
                     raise KernelError(
-                        f"paged_attention {name}: strides {list(tensor.stride())}, expected the "
-                        "numbers of a head side by side (a last stride of 1)"
+                        f"paged_attention {name}: strides {list(tensor.stride())}, expected a "
+                        "last stride of 1"
                     )
                 width = tensor.element_size()
                 numbers.append(tensor.data_ptr())
@@ -168,8 +168,8 @@ def _wrong(
         )
     if kind == 4 and tree_2N is not None:
         return KernelError(
-            f"paged_attention tree[0, {at}] = {int(tree_2N[0, at])}: expected a place less than 64 "
-            f"tokens before lengths[{at}] = {int(lengths_N[at])}"
+            f"paged_attention tree[0, {at}] = {int(tree_2N[0, at])}: expected a position less "
+            f"than 64 tokens before lengths[{at}] = {int(lengths_N[at])}"
         )
     request, place = divmod(at, width)
     return KernelError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @part
 class LibraryPagedAttention(BaseKernel):
-    """Gathered blocks and ``scaled_dot_product_attention``, short contexts padded."""
+    """Gathers blocks, pads short contexts and calls ``scaled_dot_product_attention``."""
 
     op: ClassVar[str] = "paged_attention"
     backend: ClassVar[str] = "torch"
@@ -31,7 +31,7 @@ class LibraryPagedAttention(BaseKernel):
 
     def _refuses(self, call: PagedAttentionCall) -> str | None:
         if call.partial:
-            return "gives whole results, and a part of a context is wanted"
+            return "returns whole results, but the call asks for a partial context"
         reason = kv_format(call.format).refuses(call.head_dim)
         return None if reason is None else f"cannot read a cache that {reason}"
 

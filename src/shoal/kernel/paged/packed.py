@@ -10,7 +10,7 @@ from shoal.kernel.paged.blocks import BlockAttention
 
 @part
 class PackedPagedAttention(BlockAttention):
-    """Products of 32 x 32 numbers by AVX-512 dot products of bf16."""
+    """Blocks of 32 x 32 numbers with AVX-512 bf16 dot products."""
 
     backend: ClassVar[str] = "packed"
     # See shoal.kernel.linear.packed.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @part
 class ReferencePagedAttention(BaseKernel):
-    """Plain torch, row by row, in fp32 (fp64 for fp64); slow on purpose."""
+    """Plain torch, row by row, in fp32 (fp64 for fp64); slow."""
 
     op: ClassVar[str] = "paged_attention"
     backend: ClassVar[str] = "reference"

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @part
 class TritonPagedAttention(TritonKernel):
-    """A program for each row, key/value head and chunk; another folds the chunks.
+    """One program per row, key/value head and chunk; a second kernel combines the chunks.
 
     Args:
-        chunk: tokens of a program.
-        step: tokens whose keys are in registers at a time.
+        chunk: tokens per program.
+        step: tokens whose keys are in registers at once.
     """
 
     op: ClassVar[str] = "paged_attention"
@@ -43,13 +43,13 @@ class TritonPagedAttention(TritonKernel):
 
     def _refuses(self, call: PagedAttentionCall) -> str | None:
         if call.partial:
-            return "gives whole results, and a part of a context is wanted"
+            return "returns whole results, but the call asks for a partial context"
         form = kv_format(call.format)
         reason = form.refuses(call.head_dim)
         if reason is not None:
             return f"cannot read a cache that {reason}"
         if not isinstance(form, Plain | Int8 | BfpKVFormat):
-            return f"does not know the cache format {form}"
+            return f"does not support the cache format {form}"
         return None
 
     def _prepare(self, call: PagedAttentionCall, *constants: object) -> Ready:

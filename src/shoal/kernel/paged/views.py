@@ -52,7 +52,7 @@ def turned(x_NHd: Tensor, row_P: Tensor, places_P: Tensor, tables: tuple[Tensor,
     from shoal.kernel.native import function
 
     if x_NHd.stride(1) != d or x_NHd.stride(2) != 1:
-        raise KernelError(f"turned rows: strides {x_NHd.stride()}, expected heads side by side")
+        raise KernelError(f"rotated rows: strides {x_NHd.stride()}, expected contiguous heads")
     out = x_NHd.new_empty(len(row_P), heads, d)
     run = function("views", f"view_turn_{name_of(x_NHd.dtype)}", "pppppp" + "llll")
     run(
@@ -121,9 +121,9 @@ def view_attention(
     ) -> Tensor:
         out = q_NHd.new_empty(q_NHd.shape)
         if not (pairs.is_contiguous() and parts_NM.is_contiguous() and slots.is_contiguous()):
-            raise KernelError("view_attention: slots, pairs or parts are not side by side")
+            raise KernelError("view_attention: slots, pairs or parts are not contiguous")
         if not q_NHd.stride(2) == keys.stride(2) == values.stride(2) == 1:
-            raise KernelError("view_attention: the numbers of a head are not side by side")
+            raise KernelError("view_attention: the elements of a head are not contiguous")
         arguments = array(
             "q",
             (
@@ -158,7 +158,7 @@ def _wrong(problem: int, pairs: Tensor, slots: Tensor, num_slots: int, places: i
         )
     what, expected = {
         1: ("block", f"0 to {blocks - 1}"),
-        2: ("seen", f"1 to {longest}, the most tokens of a block"),
+        2: ("seen", f"1 to {longest}, the largest number of tokens of a block"),
         3: ("places", f"0 to {places - 1}"),
     }[kind]
     return KernelError(f"view_attention {what}[{at}] = {int(pairs[kind, at])}: expected {expected}")

@@ -10,11 +10,11 @@ from shoal.kernel.planes.base import NativePlanes
 
 @part
 class Popcnt(NativePlanes):
-    """Counts bits, K - 2 popcount(w xor x): three instructions for 512 products of one bit.
+    """Bit counts, K - 2 popcount(w xor x): three instructions for 512 one-bit products.
 
-    All w x a products of four rows and 32 outputs meet in registers, highest power first:
-    no product of two planes is ever written. Planes at either end that are constant are not
-    multiplied.
+    All w x a products of planes for four rows and 32 outputs are summed in registers, highest power
+    first, so no product of two planes is written to memory. Constant first or last planes are
+    skipped.
     """
 
     backend: ClassVar[str] = "cpp_popcnt"
@@ -23,9 +23,9 @@ class Popcnt(NativePlanes):
 
 @part
 class Gemv(NativePlanes):
-    """``vpdpbusd`` for up to four rows at a time, whose weights pass by once.
+    """``vpdpbusd`` for up to four rows at a time; weights are read once.
 
-    A permutation and a product with an 8 x 8 bit matrix make 64 values of any width.
+    A permutation and an 8 x 8 bit-matrix product unpack 64 values of any width.
     """
 
     backend: ClassVar[str] = "cpp_gemv"
@@ -34,9 +34,10 @@ class Gemv(NativePlanes):
 
 @part
 class Vnni(NativePlanes):
-    """``vpdpbusd`` on codes of the input and values of the weights, eight rows at a time.
+    """``vpdpbusd`` on input codes and weight values, eight rows at a time.
 
-    Eight bits do not fit in int8: such weights are a topmost plane and seven bits.
+    Bipolar integers of 8 bits do not fit in int8: such weights are split into the top plane and
+    seven bits.
     """
 
     backend: ClassVar[str] = "cpp_vnni"
@@ -47,7 +48,7 @@ class Vnni(NativePlanes):
 class AmxPlanes(NativePlanes):
     """``tdpbusd`` on tiles of 16 rows and 16 outputs, two by two.
 
-    The weights of 32 outputs become int8 once for up to 256 rows.
+    The weights of 32 outputs are converted to int8 once for up to 256 rows.
     """
 
     backend: ClassVar[str] = "cpp_amx"

@@ -51,7 +51,7 @@ class PlanesEngine:
         if missing:
             return f"needs a CPU with {', '.join(missing)}"
         if "amx_tile" in self.needs and not tiles_granted():
-            return "needs matrix tiles, which the operating system does not grant"
+            return "needs AMX tiles, which the operating system does not permit"
         return None
 
     def seconds(self, m: int, n: int, k: int, w: int, a: int, machine: Machine) -> float:

@@ -39,7 +39,7 @@ def split(codes_RK: Tensor, bits: int) -> Tensor:
         )
     if codes_RK.numel() and int(codes_RK.max()) >> bits:
         raise KernelError(
-            f"codes: the largest is {int(codes_RK.max())}, which has no {bits} bits; "
+            f"codes: the largest is {int(codes_RK.max())}, which does not fit in {bits} bits; "
             f"expected 0 to {2**bits - 1}"
         )
     count = words(codes_RK.shape[1])

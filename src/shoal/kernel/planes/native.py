@@ -164,7 +164,7 @@ def _part(group: int, limit: int) -> int:
     size = next((part for part in fitting if part < limit and part % 64 == 0), None)
     if size is None:
         raise KernelError(
-            f"a group of {group} along K, whose sums exceed 32 bits: expected at most "
+            f"a group of {group} along K, whose sums overflow 32 bits: expected at most "
             f"{limit - 1}, or a multiple of {2**15}; nearest {round(group / 2**15) * 2**15}"
         )
     return size

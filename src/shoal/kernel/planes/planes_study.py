@@ -34,7 +34,7 @@ class PlanesStudy:
         widths: bits of weights x bits of activations, with commas.
         rows: rows (tokens) of a call, with commas.
         size: outputs and inputs of a layer.
-        buffers: weights that take turns; 20 in bf16 exceed most caches.
+        buffers: number of weight matrices used in turn; 20 in bf16 exceed most caches.
         pairs: rounds.
         anyway: measure on a busy machine too.
     """
@@ -61,7 +61,7 @@ class PlanesStudy:
         from shoal.kernel.planes import bench
 
         if not self.anyway:
-            check_quiet(wait_s=60.0, hint="measure all the same with --set anyway=true")
+            check_quiet(wait_s=60.0, hint="measure anyway with --set anyway=true")
         table = bench.table(
             machine,
             size=self.size,

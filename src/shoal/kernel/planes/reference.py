@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @part
 class ReferencePlanes(PlanesKernel):
-    """``W.long() @ X.long().T`` on the decoded integers; slow on purpose."""
+    """``W.long() @ X.long().T`` on the decoded integers; slow."""
 
     backend: ClassVar[str] = "reference"
     devices: ClassVar[tuple[str, ...]] = ("cpu",)

@@ -24,7 +24,7 @@ _SMALL = (16, 16, 64)
 
 @part
 class TritonPlanes(TritonKernel, PlanesKernel):
-    """One launch; the result of a tile is recovered where it was computed."""
+    """One launch; each program combines the planes of its tile."""
 
     rate: ClassVar[str | None] = "int8"
     call_s: ClassVar[float] = 2e-5

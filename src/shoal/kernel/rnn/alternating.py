@@ -14,7 +14,7 @@ from shoal.kernel.rnn.base import RecurrenceKernel
 
 @part
 class AlternatingRecurrence(RecurrenceKernel):
-    """PyTorch's batched product and C++ for the rest, at any size of a head."""
+    """PyTorch's batched product and C++ for the cell function, for any size of a head."""
 
     backend: ClassVar[str] = "alternating"
     compiled: ClassVar[bool] = True

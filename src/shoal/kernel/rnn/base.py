@@ -52,7 +52,7 @@ class RecurrenceKernel(BaseKernel):
     """Base of the kernels of ``recurrence``.
 
     Attributes:
-        step_s: seconds that a step costs beside arithmetic, forward.
+        step_s: overhead of a forward step in seconds, besides arithmetic.
         calls: module whose ``forward`` and ``backward`` compute all steps.
         traced: PyTorch differentiates what it does; otherwise it has a ``backward``.
     """

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @part
 class FusedRecurrence(RecurrenceKernel):
-    """C++ over all steps: product and function in registers, R packed in the L2 of its cores.
+    """C++ over all steps: product and cell function in registers, R packed in the L2 cache.
 
-    Threads own heads and slices of the batch and never wait for each other; where a head is too
-    large for one core, or cores are left over, a team shares it and meets once a step. How the
-    work is cut is solved for (``shoal explain tiles recurrence``). Matrices that no team can hold
-    are refused.
+    Each thread computes its own heads and slices of the batch without synchronization; if a head is
+    too large for one core, or cores are left over, several threads share it with one barrier per
+    step. A solver chooses the tiles (``shoal explain tiles recurrence``). Matrices that do not fit
+    in the caches of all threads are refused.
     """
 
     backend: ClassVar[str] = "fused"

@@ -205,7 +205,7 @@ def matrix_gradient(
 
 
 class NativeSteps:
-    """The pointwise halves in C++, a step at a time.
+    """The pointwise operations in C++, step by step.
 
     Args:
         wx: [B, T, inputs, N, D], in the type computed in and contiguous.

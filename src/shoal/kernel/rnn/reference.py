@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @part
 class ReferenceRecurrence(RecurrenceKernel):
-    """Plain torch in fp32 (fp64 for fp64): one batched product and the function, step by step."""
+    """Plain torch in fp32 (fp64 for fp64): a batched product and the cell function per step."""
 
     backend: ClassVar[str] = "reference"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")

@@ -18,7 +18,7 @@ _MOST = {"fp32": 64, "bf16": 128}
 
 @part
 class TritonRecurrence(TritonKernel, RecurrenceKernel):
-    """One program a head and 16 rows of the batch, for all steps."""
+    """One program per head and 16 rows of the batch, for all steps."""
 
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
     memory_share: ClassVar[float] = 0.4
@@ -32,7 +32,7 @@ class TritonRecurrence(TritonKernel, RecurrenceKernel):
             return reason
         if call.units > _MOST[call.dtype]:
             return (
-                f"keeps the matrices of a head on chip: at most {_MOST[call.dtype]} units in "
+                f"stores the matrices of a head on chip: at most {_MOST[call.dtype]} units in "
                 f"{call.dtype}, not {call.units}; use more heads"
             )
         return None

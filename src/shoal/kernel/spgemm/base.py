@@ -52,5 +52,5 @@ class SparseKernel(BaseKernel):
         if call.masked and not self.masks:
             return "takes no mask"
         if call.keep and not self.masks:
-            return "takes no mask whose entries are all kept"
+            return "does not support a mask whose entries are all stored"
         return None

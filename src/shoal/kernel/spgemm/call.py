@@ -23,10 +23,10 @@ VALUE_BYTES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class SpGemm:
-    """``C[M, N] = alpha A[M, K] B[K, N]``, where C has an entry wherever two entries meet.
+    """``C[M, N] = alpha A[M, K] B[K, N]``, where C has an entry for every matching pair of entries.
 
     No constants: ``ready(A, B, mask=None, alpha=None) -> C``, all :class:`~.csr.Csr`. All numbers
-    may differ between calls; they say what a call costs.
+    may differ between calls; they determine the cost of a call.
 
     Args:
         m: rows of A.
@@ -39,7 +39,7 @@ class SpGemm:
         semiring: what times and plus mean.
         sort: the columns of a row of C must be in order.
         masked: only entries that a mask has are wanted.
-        keep: every entry of the mask is written, also where nothing meets.
+        keep: every entry of the mask is written, also without products.
     """
 
     op: ClassVar[str] = "spgemm"

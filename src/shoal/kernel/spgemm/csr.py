@@ -25,9 +25,9 @@ _NAMES: dict[torch.dtype, SparseDtype] = {
     torch.bool: "bool",
 }
 _WHAT = {
-    1: ("row pointers that fall or do not end at the number of entries", "build it anew"),
-    2: ("a column outside the matrix", "build it anew"),
-    3: ("columns out of order", "call sort_indices(), or coalesce and to_sparse_csr() in PyTorch"),
+    1: ("row pointers that decrease or do not end at the number of entries", "rebuild it"),
+    2: ("a column outside the matrix", "rebuild it"),
+    3: ("unsorted columns", "call sort_indices(), or coalesce and to_sparse_csr() in PyTorch"),
 }
 
 
@@ -37,8 +37,7 @@ class Counters:
 
     Args:
         multiplies: products of two entries.
-        probes: slots of hash tables that were looked at for them, per product that was hashed;
-            0 where none was.
+        probes: probes of hash tables per hashed product; 0 without hashed products.
         dense_rows: rows, or pieces of rows, that were summed in a dense range.
         hash_rows: rows, or pieces of rows, that were summed in a hash table.
         pieces: of them, pieces of rows that are too long for one table.

@@ -25,23 +25,23 @@ _VERSION = {"v1": 1, "v2": 2, "v3": 3}
 
 @part
 class Hash(SparseKernel):
-    """Scaled rows of B are merged as they are made; no matrix of products ever exists.
+    """Row-wise products (Gustavson): scaled rows of B are accumulated in a hash table.
 
-    Rows are worked on in windows. A row whose columns span little is summed in a dense range
-    instead, and one too long for the table in ranges of columns. A short row whose products stand
-    as those of the row before, all moved along, as in a stencil, is not merged again: each product
-    is added where its twin was. Sums are taken in the order of A's row: the same bits with any
-    number of threads, windows and other rows.
+    Rows are processed in windows. A row with a narrow span of columns is accumulated in a dense
+    range instead, and one too long for the table in ranges of columns. A short row with the pattern
+    of the previous row, shifted, as in a stencil, reuses the positions of that row. Sums are in the
+    order of A's row, so the bits do not depend on the number of threads, the windows or the other
+    rows.
 
     Args:
-        version: v1 gives each thread equally many rows; v2 gives out windows of equal work and
-            spreads neighbouring columns; v3 also copies a finished window while the next is
-            hashed and fetches rows of B ahead.
-        budget_bytes: of a thread's tables; three quarters of its second cache if not given.
-        dense_ratio: a row is summed in a dense range if that spans at most so many columns for
-            each product; 0 for never.
-        exact: count the entries first, and allocate just those; otherwise room for the most that
-            there can be is reserved, and given back unused.
+        version: v1 assigns equally many rows to each thread; v2 assigns windows of equal work and
+            spreads neighbouring columns; v3 also overlaps the copy of a finished window with the
+            next one and prefetches rows of B.
+        budget_bytes: bytes of a thread's tables; three quarters of its L2 cache if not given.
+        dense_ratio: a row is accumulated in a dense range if it spans at most this many columns per
+            product; 0 for never.
+        exact: count the entries first and allocate exactly these; otherwise reserve memory for the
+            upper bound and release the rest.
     """
 
     version: Literal["v1", "v2", "v3"] = "v3"
@@ -146,7 +146,7 @@ class Hash(SparseKernel):
 
 @part
 class HashV1(Hash):
-    """The first version: equally many rows a thread."""
+    """Version 1 of ``hash``: equally many rows per thread."""
 
     version: Literal["v1", "v2", "v3"] = "v1"
 
@@ -156,7 +156,7 @@ class HashV1(Hash):
 
 @part
 class HashV2(Hash):
-    """The second: windows of equal work."""
+    """Version 2 of ``hash``: windows of equal work."""
 
     version: Literal["v1", "v2", "v3"] = "v2"
 
@@ -178,6 +178,6 @@ def _most(each_M: Tensor, columns: int, mask: Csr | None, keep: bool) -> int:
 def _check(failed: int, most: int) -> None:
     if failed:
         raise KernelError(
-            f"kernel.spgemm: no memory left for a product of at most {most} entries; multiply "
+            f"kernel.spgemm: not enough memory for a product of up to {most} entries; multiply "
             "fewer rows of A at a time"
         )

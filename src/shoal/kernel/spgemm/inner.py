@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @part
 class Inner(SparseKernel):
-    """A row of A is spread out once, and each column of B looks its own entries up in it.
+    """Inner products: expands a row of A once and multiplies each column of B with it.
 
-    The cheapest way where a mask leaves few places; the most expensive where all are wanted.
+    Fastest with a mask of few entries; slowest for a full result.
     """
 
     backend: ClassVar[str] = "inner"
@@ -35,7 +35,7 @@ class Inner(SparseKernel):
 
     def _refuses(self, call: SpGemm) -> str | None:
         if call.keep:
-            return "writes only entries of the mask where something meets"
+            return "writes only entries of the mask with at least one product"
         return SparseKernel._refuses(self, call)
 
     def _prepare(self, call: SpGemm, *constants: object) -> Ready:

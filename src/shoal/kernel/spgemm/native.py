@@ -129,7 +129,7 @@ def product(semiring: str, dtype: str) -> Any:
 
 
 class Pages:
-    """Room for at most so many numbers, of which only what is written takes memory.
+    """A lazily allocated buffer for a limited number of elements.
 
     Memory of large results that are gone serves the next ones, until the system wants it back.
 

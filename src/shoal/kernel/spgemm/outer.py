@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @part
 class Outer(SparseKernel):
-    """Each column of A times each row of B, in memory for all products."""
+    """Outer products: each column of A times each row of B, with memory for all products."""
 
     backend: ClassVar[str] = "outer"
     invariant: ClassVar[bool] = True

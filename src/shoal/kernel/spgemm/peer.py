@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @part
 class ScipySpGemm(SparseKernel):
-    """``scipy.sparse``; what there is without a compiler."""
+    """``scipy.sparse``, for machines without a compiler."""
 
     backend: ClassVar[str] = "scipy"
     invariant: ClassVar[bool] = True

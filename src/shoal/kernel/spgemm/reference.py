@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @part
 class ReferenceSpGemm(SparseKernel):
-    """Plain torch, in memory for all products; slow on purpose."""
+    """Plain torch, with memory for all products; slow."""
 
     backend: ClassVar[str] = "reference"
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16", "int64", "bool")

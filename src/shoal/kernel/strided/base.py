@@ -31,7 +31,10 @@ class StridedKernel(BaseKernel):
     def refuses(self, call: Any) -> str | None:
         """Why it cannot move those bytes here, or None if it can."""
         if call.op == "unpack" and call.layout.overlaps:
-            return "would write a byte twice: the type names it twice; receive into another one"
+            return (
+                "would write a byte twice, because the type contains it twice; receive into "
+                "another type"
+            )
         return super().refuses(call)
 
     def estimate(self, call: Any, machine: Machine) -> Estimate:
@@ -113,8 +116,8 @@ def _check_room(span: tuple[int, int], buffer: Tensor) -> None:
     behind = buffer.untyped_storage().nbytes() - before
     if low < -before or high > behind:
         raise KernelError(
-            f"strided type over bytes {low} .. {high} of a buffer {list(buffer.shape)}: "
-            f"expected bytes within {-before} .. {behind}, which its memory has"
+            f"strided type over bytes {low} .. {high} of a buffer {list(buffer.shape)}: expected "
+            f"bytes within {-before} .. {behind}, the memory of the buffer"
         )
 
 

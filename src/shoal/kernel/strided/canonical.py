@@ -112,7 +112,7 @@ class StridedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockList:
-    """Blocks without a rule.
+    """Irregular blocks.
 
     Args:
         offsets: of each block, in packed order.
@@ -176,7 +176,7 @@ def canonical(datatype: Datatype, count: int = 1, *, order_free: bool = False) -
         order_free: packed bytes may be in another order; both ends must ask for it.
 
     Raises:
-        KernelError: a negative count, or more blocks without a rule than can be listed.
+        KernelError: a negative count, or more irregular blocks than can be listed.
     """
     return rewritten(datatype, count, order_free=order_free)[0]
 
@@ -302,9 +302,9 @@ def _few(blocks: int) -> None:
     require(
         blocks <= _BLOCKS,
         "strided type",
-        f"{blocks} blocks without a rule",
+        f"{blocks} irregular blocks",
         expected=f"at most {_BLOCKS}",
-        hint="describe it by vectors or subarrays, or pack it in parts",
+        hint="describe it with vectors or subarrays, or pack it in parts",
         error=KernelError,
     )
 

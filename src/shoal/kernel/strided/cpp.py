@@ -72,11 +72,11 @@ class _Cpp(StridedKernel):
 
 @part
 class CppPack(_Cpp, PackKernel):
-    """Words of a block's own size, one loop for one to three dimensions, a walk for more.
+    """Copies words of the block's size, in a loop for up to three dimensions.
 
-    Results of 4 MiB and more are gathered by pages and stored past the caches. Where the
-    inner dimension jumps over lines and an outer one does not, as in a transposed matrix,
-    tiles of both are moved.
+    Results of 4 MiB and more are gathered by pages and written with non-temporal stores. If the
+    inner dimension strides over cache lines and an outer one does not, as in a transposed matrix,
+    tiles of both dimensions are copied.
     """
 
     memory_share: ClassVar[float] = 0.6
@@ -85,7 +85,7 @@ class CppPack(_Cpp, PackKernel):
 
 @part
 class CppUnpack(_Cpp, UnpackKernel):
-    """The same walk in the other direction."""
+    """The inverse of ``pack.cpp``."""
 
     memory_share: ClassVar[float] = 0.5
     block_s: ClassVar[float] = 7e-10

@@ -235,7 +235,7 @@ def resized(base: Datatype, lower: int, extent: int) -> Datatype:
         "strided.resized extent",
         extent,
         expected="0 or more bytes",
-        hint="a type that goes backwards has a negative stride, not a negative extent",
+        hint="for a reversed type use a negative stride, not a negative extent",
         error=KernelError,
     )
     return _checked(Datatype(base.node, lower, extent, base.size, base.depth + 1))
@@ -342,7 +342,7 @@ def _checked(found: Datatype) -> Datatype:
     require(
         found.depth <= _DEPTH,
         "strided types",
-        f"{found.depth} inside each other",
+        f"{found.depth} nested types",
         expected=f"at most {_DEPTH}",
         error=KernelError,
     )

@@ -91,7 +91,10 @@ def explain(text: str, *, count: int = 1) -> str:
         rows.append(("in any order", _canonical(free)))
     rows += [
         ("blocks", f"{layout.runs:,} in {layout.touched:,} bytes of cache lines"),
-        ("received", "no: names a byte twice" if layout.overlaps else "yes: no byte named twice"),
+        (
+            "received",
+            "no: contains a byte twice" if layout.overlaps else "yes: contains no byte twice",
+        ),
     ]
     if layout.size:
         rows += _kernels(layout)
@@ -104,7 +107,7 @@ def _kernels(layout: Layout) -> list[tuple[str, str]]:
 
     rows = []
     if isinstance(layout, StridedBlock):
-        rows.append(("word", f"{word_bytes(layout)} bytes divide all of it"))
+        rows.append(("word", f"{word_bytes(layout)} bytes divide all offsets and sizes"))
     for call in (Pack(layout), Unpack(layout)):
         if call.op == "unpack" and layout.overlaps:
             continue
@@ -120,7 +123,7 @@ def _spelled(step: RewriteStep) -> str:
 
 def _canonical(layout: Layout) -> str:
     if not isinstance(layout, StridedBlock):
-        return f"a list of {layout.runs:,} blocks without a rule"
+        return f"a list of {layout.runs:,} irregular blocks"
     counts = " x ".join(f"{n:,}" for n in layout.counts)
     strides = ", ".join(f"{s:,}" for s in layout.strides)
     return f"from {layout.start:,}: {counts} at strides {strides} ({len(layout.counts)}-D)"

@@ -28,7 +28,7 @@ class PackStudy:
 
     Args:
         datatype: a type such as vector(13, 100, 128, float32), or a slice.
-        count: such types, one behind the other.
+        count: number of consecutive items of the type.
     """
 
     subject: ClassVar = "datatype"

@@ -29,7 +29,7 @@ class _Reference(StridedKernel):
 
 @part
 class ReferencePack(_Reference, PackKernel):
-    """Plain torch, a byte at a time; slow on purpose."""
+    """Plain torch, byte by byte; slow."""
 
     def _mover(self, layout: Layout) -> Callable[[Tensor, Tensor], object]:
         def move(buffer: Tensor, packed: Tensor) -> None:
@@ -41,7 +41,7 @@ class ReferencePack(_Reference, PackKernel):
 
 @part
 class ReferenceUnpack(_Reference, UnpackKernel):
-    """Plain torch, a byte at a time; slow on purpose."""
+    """Plain torch, byte by byte; slow."""
 
     def _mover(self, layout: Layout) -> Callable[[Tensor, Tensor], object]:
         def move(buffer: Tensor, packed: Tensor) -> None:

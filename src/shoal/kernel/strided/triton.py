@@ -40,12 +40,12 @@ class _Triton(TritonKernel, StridedKernel):
 
 @part
 class TritonPack(_Triton, PackKernel):
-    """Words of the largest power of two up to 8 bytes that divides everything."""
+    """Copies words of the largest power of two, up to 8 bytes, that divides all strides."""
 
 
 @part
 class TritonUnpack(_Triton, UnpackKernel):
-    """The same in the other direction."""
+    """The inverse of ``pack.triton``."""
 
 
 def _move(layout: Layout, buffer: Tensor, packed: Tensor, *, pack: bool) -> None:

@@ -181,7 +181,7 @@ class Builder:
         self._add(ir.CommitGroup())
 
     def wait(self, pending: int = 0) -> None:
-        """Wait until at most so many groups are under way."""
+        """Wait until at most this many groups are unfinished."""
         self._add(ir.WaitGroup(pending))
 
     def sync(self) -> None:

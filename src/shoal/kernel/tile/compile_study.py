@@ -33,9 +33,9 @@ class CompileStudy:
 
     Args:
         program: lowbit_matmul, lowbit_pack or stream_copy.
-        emit: cpp for this CPU, cuda, ir, or layout: who holds what.
+        emit: cpp for this CPU, cuda, ir, or layout (which lane holds which element).
         settings: of the program, such as {weight: uint3}.
-        target: of ir and layout: host or cuda; host, if not given.
+        target: target of ir and layout: host or cuda; host if not given.
     """
 
     subject: ClassVar = "program"
@@ -54,7 +54,7 @@ class CompileStudy:
                 self.emit in ("ir", "layout"),
                 "--target",
                 self.target,
-                expected="no target: cpp is for the host, and cuda for a GPU",
+                expected="no target, because cpp is for the host and cuda for a GPU",
                 error=KernelError,
             )
             options["target"] = self.target

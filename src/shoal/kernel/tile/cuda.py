@@ -424,7 +424,7 @@ def cuda_source(*programs: TileProgram) -> str:
     ``launch_NAME`` gets a stream after these, and returns CUDA's error, 0 if there is none.
 
     Raises:
-        KernelError: one is for another machine, or needs what a GPU's recipe lacks.
+        KernelError: an instruction is for another target, or is not supported on a GPU.
     """
     written = [_Emit(program) for program in programs]
     texts = [one.source() for one in written]

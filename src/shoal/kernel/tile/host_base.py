@@ -213,7 +213,7 @@ class ProgramWriter(CodeWriter):
         if program.threads & (program.threads - 1):
             raise KernelError(
                 f"tile program {program.name}: {program.threads} threads; expected a power of two "
-                "on the host, whose vectors they are lanes of"
+                "on the host, because threads are vector lanes there"
             )
         self.unpack = unpack
         self.constants: list[str] = []

@@ -14,7 +14,7 @@ from shoal.kernel.tile.writer import element, literal, operation
 
 
 class ValueWriter(MemoryWriter):
-    """Registers and what is computed of them."""
+    """Writes registers and their operations."""
 
     def on_allocregister(self, one: ir.AllocRegister) -> None:
         """Registers, with what they begin with."""

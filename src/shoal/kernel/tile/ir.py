@@ -63,7 +63,7 @@ class Expr:
 
     @property
     def divisor(self) -> int:
-        """A number that divides it whatever its names are; 0 where it is 0."""
+        """A number that divides it for all values of its variables; 0 if it is 0."""
         if self.op == "const":
             return abs(self.constant or 0)
         if self.op == "name":
@@ -287,7 +287,7 @@ class BlockIndices(Instruction):
 
 @dataclass(eq=False, slots=True)
 class GlobalView(Instruction):
-    """Look at memory as a tensor."""
+    """View memory as a tensor."""
 
     out: Global
 
@@ -372,7 +372,7 @@ class CommitGroup(Instruction):
 
 @dataclass(eq=False, slots=True)
 class WaitGroup(Instruction):
-    """Wait until at most so many groups are under way."""
+    """Wait until at most this many groups are unfinished."""
 
     pending: int
 

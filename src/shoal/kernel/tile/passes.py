@@ -160,7 +160,7 @@ def _set(value: ir.Value, layout: TileLayout | None) -> bool:
     if not isinstance(value, Register) or layout is None or value.layout is not None:
         return False
     if layout.shape != value.shape:
-        raise KernelError(f"tile: {value} was to have {layout}: expected a layout of its shape")
+        raise KernelError(f"tile: {value} needs layout {layout}: expected a layout of its shape")
     value.layout = layout
     return True
 
@@ -209,9 +209,9 @@ def _infer_view(one: ir.View, target: Target) -> bool:
         threads = known.layout.num_threads
         if rest:
             raise KernelError(
-                f"tile: View of {known}: each thread holds {count * 8 + rest} bits, which are no "
-                "whole bytes; expected a tile of which each thread holds a multiple of "
-                f"{8 // math.gcd(8, known.dtype.bits)} elements"
+                f"tile: View of {known}: each thread holds {count * 8 + rest} bits, which is not "
+                "a whole number of bytes; expected a tile of which each thread holds a multiple "
+                f"of {8 // math.gcd(8, known.dtype.bits)} elements"
             )
         if value.shape[-1] != threads * count or math.prod(value.shape) != value.shape[-1]:
             raise KernelError(

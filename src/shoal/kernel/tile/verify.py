@@ -91,7 +91,7 @@ class _Check:
     def expr(self, one: ir.Instruction, value: Expr) -> None:
         if value.op == "name":
             if str(value.args[0]) not in self.names:
-                self.fail(one, f"{value} is not known here; expected {', '.join(self.names)}")
+                self.fail(one, f"{value} is not defined here; expected {', '.join(self.names)}")
         elif value.op != "const":
             for arg in value.args:
                 assert isinstance(arg, Expr)
@@ -120,7 +120,7 @@ class _Check:
         if isinstance(value, Expr):
             self.expr(one, value)
         elif id(value) not in self.registers:
-            self.fail(one, f"{value} is read before it is made")
+            self.fail(one, f"{value} is read before its definition")
 
     def body(self, body: list[ir.Instruction]) -> None:
         for one in body:
@@ -183,7 +183,7 @@ class _Check:
         for value in (*one.out.shape, *one.out.strides):
             self.expr(one, value)
         if one.out.pointer not in self.program.pointers:
-            self.fail(one, f"{one.out.pointer.name} is no parameter of the program")
+            self.fail(one, f"{one.out.pointer.name} is not a parameter of the program")
         self.views.add(id(one.out))
 
     def tile(
@@ -194,7 +194,7 @@ class _Check:
         shape: tuple[int, ...],
     ) -> None:
         if isinstance(view, Global) and id(view) not in self.views:
-            self.fail(one, f"%{view.name} is read before it is made")
+            self.fail(one, f"%{view.name} is read before its definition")
         if isinstance(view, Shared):
             self.alive(one, view)
         if len(offsets) != len(view.shape) or len(shape) > len(view.shape):
@@ -216,8 +216,8 @@ class _Check:
         if one.value.dtype.bits % 8:
             self.fail(
                 one,
-                f"{one.value} has elements that share bytes with others'; View it as uint8 and "
-                "store the bytes",
+                f"{one.value} has elements that share bytes with those of other threads; View it "
+                "as uint8 and store the bytes",
             )
 
     def same_type(self, one: ir.Instruction, value: Register, memory: Global | Shared) -> None:
@@ -234,7 +234,7 @@ class _Check:
         self.alive(one, one.tensor)
         memory = self.shared[id(one.tensor)]
         if memory.copies or memory.groups:
-            self.fail(one, f"%{one.tensor.name} has copies under way; wait for them first")
+            self.fail(one, f"%{one.tensor.name} has unfinished copies; wait for them first")
         self.freed.add(id(one.tensor))
 
     def alive(self, one: ir.Instruction, tensor: Shared) -> None:
@@ -292,7 +292,7 @@ class _Check:
                 "and Sync first",
             )
         if one.at in [at for _, at in memory.groups]:
-            self.fail(one, f"{where} is read while a copy into it is under way; WaitGroup first")
+            self.fail(one, f"{where} is read before a copy into it has finished; WaitGroup first")
         if one.at in memory.written:
             self.fail(one, f"{where} was written since the last Sync; Sync first")
         memory.read.append(one.at)
@@ -333,8 +333,8 @@ class _Check:
             if places(value.held, one.out.held) is None:
                 self.fail(
                     one,
-                    f"{value} has {value.held} and {one.out} {one.out.held}; expected every thread "
-                    "to hold what it needs",
+                    f"{value} has {value.held} and {one.out} {one.out.held}; expected every "
+                    "thread to hold its operands",
                 )
 
     def on_reduce(self, one: ir.Reduce) -> None:
@@ -364,5 +364,5 @@ def verify(program: TileProgram) -> None:
             f"on {program.target} has {target.shared_bytes}; use smaller tiles or fewer stages"
         )
     if not program.grid:
-        raise KernelError(f"tile program {program.name}: no grid; say how many blocks there are")
+        raise KernelError(f"tile program {program.name}: no grid; give the number of blocks")
     _Check(program).body(program.body)

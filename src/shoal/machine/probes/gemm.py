@@ -119,16 +119,15 @@ def drawn(
 
 @part
 class Gemm:
-    """Products by the thousand, for the learned predictor; ``shoal probe gemm`` runs it.
+    """Sweep matrix products for the learned predictor; ``shoal probe gemm`` runs it.
 
     Args:
-        budget_s: seconds of the sweep; what an earlier one measured is kept.
-        path: the table; empty for the machine's own.
+        budget_s: seconds of the sweep; earlier measurements are kept.
+        path: path of the table; empty for that of the machine.
         largest: largest M, N and K of torch's products.
         dtypes: types of torch's products: fp32, bf16 and int8.
-        watts: draw of this host under load, where it has no counters of its own; 0 if
-            unknown.
-        repeats: samples of a point, after warming up; at least 5.
+        watts: power of this host under load in W, if it has no energy counters; 0 if unknown.
+        repeats: samples per shape, after warm-up; at least 5.
         seed: seed of the shapes.
     """
 

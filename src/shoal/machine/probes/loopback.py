@@ -22,8 +22,8 @@ class Loopback:
     """Round trip of a small message and one-way bandwidth over 127.0.0.1.
 
     Args:
-        message_bytes: size of the message that goes there and back.
-        bulk_bytes: bytes sent one way for one sample of the bandwidth.
+        message_bytes: size of the message of the round trip.
+        bulk_bytes: bytes sent in one direction per sample of the bandwidth.
         repeats: samples; 0 for 7 (fast) or 25.
     """
 

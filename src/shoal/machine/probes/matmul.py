@@ -25,8 +25,9 @@ class Matmul:
     """Rates of square products, one thread and all.
 
     Args:
-        sizes: edges; empty for 64 ... 2048 in octaves, and fast no further than products take
-            a fraction of a second each (without units for bf16 they take long, and say no more).
+        sizes: edges of the matrices; empty for the powers of two from 64 to 2048; with fast, only
+            those whose products take less than a fraction of a second (without bf16 units large
+            ones take long and add no information).
         dtypes: ``fp32`` and ``bf16``.
         repeats: samples; 0 for 5 (fast) or 15.
     """

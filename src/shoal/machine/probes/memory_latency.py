@@ -103,13 +103,13 @@ class PointerChain:
 
 @part
 class MemoryLatency:
-    """Latency per footprint, with and without huge pages, and the levels found in it.
+    """Latency per footprint, with and without huge pages, and the cache levels that it shows.
 
     Args:
         smallest_bytes: the first footprint.
         largest_bytes: the last footprint; 0 for 256 MiB (fast) or 1 GiB.
         repeats: samples of each footprint; 0 for 7 (fast) or 15.
-        order: ``random``, or ``sequential`` to see what a prefetcher hides.
+        order: ``random``, or ``sequential`` to measure the effect of the prefetcher.
         huge_pages: ``both``, ``on`` or ``off``; the levels come from huge pages where
             the system grants them.
     """

@@ -88,9 +88,8 @@ class Units:
     """Fused multiply-add, dot products, permutes, popcount and matrix tiles of one core.
 
     Args:
-        repeats: samples of each function; 0 for 9 (fast) or 25.
-        blocks: turns of the measured loop, 8 instructions a chain and turn, over all
-            chains.
+        repeats: number of samples of each function; 0 for 9 (fast) or 25.
+        blocks: iterations of the measured loop, with 8 instructions per chain, over all chains.
     """
 
     repeats: Annotated[int, Ge(0)] = 0

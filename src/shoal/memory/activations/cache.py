@@ -72,7 +72,7 @@ class TensorCache(StepHook):
         model: its blocks are the scopes.
         disk: where tensors go; closed with the cache.
         adaptive: measure the first step, then write no more than pays.
-        min_bytes: smaller tensors stay.
+        min_bytes: smaller tensors stay on the device.
         last: scopes at the end whose tensors stay.
         depth: scopes read ahead.
         links: to and from the disk, for emulation.
@@ -420,7 +420,7 @@ class TensorCache(StepHook):
         return storage
 
     def released(self, entry: CacheEntry, *, asked: bool) -> None:
-        """Autograd has let a handle go, in whatever thread."""
+        """Autograd has released a handle, in any thread."""
         if threading.get_ident() == self._thread:
             self._forget(entry, asked)
         else:

@@ -50,7 +50,7 @@ _A = TypeVar("_A", bound=OffloadedStorage)
 
 
 class TensorPlaceholder(NamedTuple):
-    """What is kept in the place of a tensor."""
+    """Placeholder of an offloaded tensor."""
 
     away: OffloadedStorage
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class StorageOffload(ABC, Generic[_A]):
         return tensor if self.stays(tensor) else self.sent_away(tensor)
 
     def sent_away(self, tensor: Tensor) -> TensorPlaceholder:
-        """Send the storage of a tensor away, once, whatever it is; see :meth:`pack`."""
+        """Offload the storage of a tensor, once; see :meth:`pack`."""
         storage = tensor.untyped_storage()
         away = self._known.get(storage._cdata)
         if away is None or away.source() is not storage:

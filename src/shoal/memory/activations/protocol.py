@@ -43,7 +43,7 @@ _NOTHING = Estimate(step_s=Interval.exact(0.0))
 
 @part
 class Keep:
-    """What is saved stays on the device until the backward pass has used it."""
+    """Keep saved activations on the device until the backward pass."""
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Nothing."""

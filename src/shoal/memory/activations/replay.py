@@ -71,7 +71,7 @@ class ActivationReplay:
         is_weight: whether memory is that of a parameter.
 
     Attributes:
-        operators: of every unit; nothing until a step has shown them.
+        operators: operators of every unit; empty before the first step.
         chosen: of every unit, numbers of the operators whose results are sent away.
         measuring: take the time of operators.
         active: a step trains.

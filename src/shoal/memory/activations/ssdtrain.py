@@ -40,17 +40,17 @@ _SECONDS_A_YEAR = 365.25 * 86400
 
 @part
 class SSDTrain:
-    """Offloads what is saved for the backward pass to a disk.
+    """Offload saved activations to a disk.
 
     Args:
-        path: directory of the disk; the system's for temporary files, if not given.
-        capacity: bytes of the disk that may be used at one time.
-        adaptive: measure one step, and then write no more than pays.
-        min_bytes: smaller tensors stay.
-        last: blocks at the end, and what comes after them, whose tensors stay.
-        depth: blocks whose tensors are read ahead.
-        bytes_per_s: of an emulated disk; as fast as it is, if not given.
-        endurance: bytes that may be written to the disk in its life.
+        path: directory on the disk; the system's temporary directory if not given.
+        capacity: largest number of bytes on the disk at a time.
+        adaptive: measure one step, and then write only as much as does not slow a step.
+        min_bytes: smaller tensors stay on the device.
+        last: last blocks, with the layers after them, whose tensors stay on the device.
+        depth: blocks whose tensors are prefetched.
+        bytes_per_s: byte/s of an emulated disk; no limit if not given.
+        endurance: bytes that can be written in the lifetime of the disk.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"moves_activations"})

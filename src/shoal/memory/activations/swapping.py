@@ -89,7 +89,7 @@ class ActivationSwapping(StorageOffload[_Swapped]):
 
     @property
     def early_bytes(self) -> int:
-        """Bytes on the device that were not asked for yet."""
+        """Bytes on the device that were prefetched and not requested yet."""
         return sum(away.block.nbytes for away in self._known.values() if away.coming is not None)
 
     def restart(self) -> None:

@@ -52,7 +52,7 @@ class Waiting(StorageOffload[_Waits]):
 
     @property
     def early_bytes(self) -> int:
-        """Bytes on the device that were not asked for yet."""
+        """Bytes on the device that were prefetched and not requested yet."""
         return sum(
             away.block.nbytes
             for away in self._known.values()

@@ -43,8 +43,8 @@ class FuyouAssignment:
         host_bytes: budget of the host; None for three quarters of it.
         sub_group_numel: most elements updated at once.
         prefetch_numel: elements of parameters fetched ahead.
-        swap: bytes of a micro-batch that are sent away; auto for what makes a step shortest.
-        swap_bytes: of the disk, for what is sent away.
+        swap: bytes of a micro-batch to offload; auto for the fastest step.
+        swap_bytes: bytes on the disk for offloaded activations.
         path: directory of the disk's file.
         disk_links: hold reading and writing of the disk to a rate.
         strict: operators may only use what lies on the device.

@@ -33,7 +33,7 @@ class FuyouModel(OffloadedModel):
     """See :class:`~shoal.memory.protocols.TieredModel`; the factor of a step is given before it.
 
     Attributes:
-        iteration: what was measured; None until step 1 is over.
+        iteration: the measured times; None before the end of step 1.
         ordered: what can be swapped, in order of what it is worth.
         chosen: what the steps since are expected to take.
     """

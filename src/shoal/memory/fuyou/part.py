@@ -42,23 +42,22 @@ def _amount(amount: Any) -> Any:
 
 @part
 class Fuyou:
-    """All state lies on a disk; a process of its own updates it during the backward pass.
+    """Keep all state on a disk; a separate process updates it during the backward pass.
 
-    Choose it on one device with a fast disk, where the optimizer's traffic after the backward pass
-    is what a step waits for. Losses and parameters are those of the run without it, to the bit; it
-    cannot clip gradients, because their norm is known when most of them have been used.
+    Choose it on one device with a fast disk, where the optimizer's disk traffic after the backward
+    pass is the bottleneck. Losses and parameters equal those of the run without offloading, bit for
+    bit. It cannot clip gradients, because their norm is known only after most of them are used.
 
     Args:
-        device_budget: bytes of the device that a step may use; all of it if not given.
-        host_budget: bytes of the host's memory, for staging and for activations; three quarters
-            of what there is if not given.
-        swap: bytes of activations of a micro-batch that leave the device, of those that are worth
-            most; the rest is computed again. auto measures a step and takes what makes it shortest;
-            all; none.
-        swap_capacity: bytes of the disk for activations that the host has no room for.
-        sub_group_numel: most elements of a parameter that are updated at once.
-        prefetch_numel: elements of parameters that are fetched ahead of their use; 0 for none.
-        path: directory for what lies on disk; the run's own if not given.
+        device_budget: bytes of device memory that a step may use; all of it if not given.
+        host_budget: bytes of host memory for staging and for activations; three quarters of the
+            host's total if not given.
+        swap: bytes of a micro-batch's activations to offload, the most valuable first; the rest is
+            recomputed. auto measures a step and takes the fastest choice; all; none.
+        swap_capacity: bytes of disk for activations that exceed the host's memory.
+        sub_group_numel: largest number of elements of a parameter that are updated at once.
+        prefetch_numel: number of parameter elements to prefetch; 0 for none.
+        path: directory for state on disk; that of the run if not given.
     """
 
     device_budget: Size | None = None

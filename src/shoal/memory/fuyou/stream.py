@@ -35,7 +35,7 @@ Phase = Literal["forward", "backward"]
 
 
 class ConsumedStream(ParameterStream):
-    """Gives the gradients of a step to the optimizer, and takes the time of its passes.
+    """Passes the gradients of a step to the optimizer, and times its passes.
 
     Attributes:
         consumer: of gradients.

@@ -26,11 +26,11 @@ HOT = 1e-2
 
 @part
 class HybridMapper(MuZero):
-    """MuZero that learns from greedy's or annealing's mapping first; never slower than either.
+    """MuZero initialized from the greedy or annealed mapping; returns the fastest of all.
 
     Args:
-        retries: how many cheaper candidates one of the greedy mapper may push out.
-        changes: that simulated annealing tries before the agent plays; 0 for none.
+        retries: largest number of cheaper candidates that one of the greedy mapper may evict.
+        changes: changes of simulated annealing before self-play; 0 for none.
     """
 
     retries: Annotated[int, Ge(0), Le(64)] = 4

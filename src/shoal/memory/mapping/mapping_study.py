@@ -47,9 +47,9 @@ class MappingStudy:
         fast_bandwidth: byte/s of the fast memory; ten times the slow one if not given.
         slow_bandwidth: byte/s of the slow memory; of the machine, or 20e9.
         flops: FLOP/s of products; of the machine, or 1e12.
-        fit: hole that a buffer takes, first or best.
-        times: seconds of operators, by a model, or measured here.
-        seed: of everything random.
+        fit: allocation of buffers: first (fit) or best (fit).
+        times: time of operators: by a model, or measured on this machine.
+        seed: seed of all random choices.
     """
 
     subject: ClassVar = "model"

@@ -38,7 +38,7 @@ class Games:
             del self.games[gone], self._targets[gone]
 
     def refresh(self, index: int) -> None:
-        """Targets anew, after the search has looked at a game again."""
+        """Recompute targets after a game was searched again."""
         self._targets[index] = self._values(self.games[index])
 
     def returns(self, game: GameRecord) -> np.ndarray:

@@ -27,22 +27,22 @@ from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 
 @part
 class MuZero:
-    """Self-play, planning and learning on one program; alone it knows nothing but the rules.
+    """Reinforcement learning by self-play and tree search on one program, without demonstrations.
 
     Args:
-        rounds: of playing and then learning.
-        moves: decisions that are played in a round, over as many games as they make.
-        updates: of the networks in a round.
-        simulations: of a search.
-        demonstrations: games that drop some of what a known mapping keeps in fast memory, to
-            learn from in the beginning.
+        rounds: rounds of self-play and training.
+        moves: decisions of self-play per round, over all its games.
+        updates: updates of the networks per round.
+        simulations: simulations per search.
+        demonstrations: initial training games, made from a known mapping by dropping some of its
+            buffers from fast memory.
         hidden: width of hidden layers.
-        latent: width of a state of the learned model.
-        batch: positions of an update.
-        unroll: decisions that the learned model is followed.
-        horizon: decisions whose rewards a value target counts.
-        discount: of a reward that is one decision later.
-        noise: mean share of random priors at the root of a search; each game has its own.
+        latent: width of the learned model's state.
+        batch: positions per update.
+        unroll: decisions over which the learned model is unrolled.
+        horizon: decisions whose rewards are in a value target.
+        discount: discount of rewards per decision.
+        noise: mean share of random priors at the root of a search; drawn for each game.
         rate: learning rate.
     """
 

@@ -41,18 +41,19 @@ _NO_TIME = 1e18
 
 @part
 class DeepOptimizerStates:
-    """Weights stay on the device; moments and fp32 values lie on the host.
+    """Keep weights on the device, and moments and fp32 master weights on the host.
 
-    Choose it where weights and gradients fit and the optimizer's state does not. Losses and
-    parameters are those of the run without it, to the bit, with ``fused: false`` of the optimizer.
+    Choose it where weights and gradients fit and the optimizer state does not. Losses and
+    parameters equal those of the run without offloading, bit for bit, with ``fused: false`` of the
+    optimizer.
 
     Args:
-        device_budget: bytes of the device that a step may use; all of it if not given.
-        host_budget: bytes of the host's memory; all of it if not given.
-        sub_group_numel: numbers of a sub-group, of which the device has room for two.
-        stride: one of so many sub-groups is the device's; auto plays every stride for rates
-            measured at the start; 0 is the host alone.
-        static_residents: last sub-groups whose state stays on the device.
+        device_budget: bytes of device memory that a step may use; all of it if not given.
+        host_budget: bytes of host memory; all of it if not given.
+        sub_group_numel: elements of a sub-group; the device holds two sub-groups.
+        stride: one in ``stride`` sub-groups is updated on the device; auto simulates every stride
+            with rates measured at the start; 0 uses the host alone.
+        static_residents: number of last sub-groups whose state stays on the device.
     """
 
     device_budget: Size | None = None

@@ -39,7 +39,7 @@ class Workers:
 
     Args:
         cores: the host's core and the device's, to which their threads are pinned.
-        link: of either way between host and device, each of its own.
+        link: one worker per direction between host and device.
         host_rate: parameters that the host updates in a second, at most.
     """
 
@@ -72,11 +72,11 @@ class InterleavedUpdater:
         pattern: sub-groups -> who updates them.
         device: where slots, residents and the device's gradients are counted.
         host: where the state lies.
-        workers: what stands in for the machine.
+        workers: simulated workers of the machine.
 
     Raises:
         ConfigError: nothing to update, or a sub-group of nothing.
-        TierFullError: a tier is too small; says what it needs.
+        TierFullError: a tier is too small; the message has the required size.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class InterleavedModel(WholeModel):
 
     Args:
         model: on the device.
-        tiers: what is counted.
+        tiers: tiers whose bytes are counted.
     """
 
     overlap = True

@@ -29,15 +29,15 @@ _ROOM = 4 * 2**30  # bytes of activations where no budget is given
 
 @part
 class SuperpipelineOffload:
-    """A window of k blocks lies on the device; the host has weights, gradients and their state.
+    """Keep a window of k blocks on the device, and all state on the host.
 
-    Blocks are found in any model, k' of them are replaced at a time, forward and back. Every
-    data-parallel rank has all of the state on its host.
+    Blocks are detected in any model; k' of them are replaced at a time, in the forward and the
+    backward pass. Every data-parallel rank has all of the state on its host.
 
     Args:
         k: blocks on the device; half of them if not given.
-        k_prime: blocks that are replaced at a time; half of k if not given.
-        device_budget: bytes of the device that a step may use; no limit if not given.
+        k_prime: blocks that are replaced at once; half of k if not given.
+        device_budget: bytes of device memory that a step may use; no limit if not given.
     """
 
     k: int | None = None

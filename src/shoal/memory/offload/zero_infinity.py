@@ -46,27 +46,27 @@ if TYPE_CHECKING:
 
 @part
 class ZeroInfinity:
-    """Parameters, gradients and optimizer state live in host memory or on disk.
+    """Keep parameters, gradients and optimizer state in host memory or on disk.
 
-    A layer's parameters are fetched when a pass needs them, ahead of it once the order is known;
-    gradients leave as they are made; the optimizer updates what lies in slow tiers piece by piece.
-    Losses and parameters are those of the run without it, to the bit.
+    A layer's parameters are fetched when a pass needs them, and prefetched once the order is known;
+    gradients are offloaded as they are computed; the optimizer updates state on slow tiers in
+    sub-groups. Losses and parameters equal those of the run without offloading, bit for bit.
 
     Args:
-        device_budget: bytes of the device that a step may use; all of it if not given.
-        host_budget: bytes of the host's memory; what is needed if not given, and with ``act: host``
-            three quarters of what there is.
-        param: where parameters live: host or disk.
-        optim: where gradients and the optimizer's state live: host or disk.
-        act: where what autograd saves waits for the backward pass: device or host.
-        sub_group_numel: most elements of a parameter that are updated at once.
-        prefetch_numel: elements that are fetched ahead of their use; 0 for none.
-        tiling: cut linear layers that the device has no room for: auto, none, or into how many
+        device_budget: bytes of device memory that a step may use; all of it if not given.
+        host_budget: bytes of host memory; if not given, as much as needed, and with ``act: host``
+            three quarters of the host's total.
+        param: where parameters are stored: host or disk.
+        optim: where gradients and optimizer state are stored: host or disk.
+        act: where saved activations are stored: device or host.
+        sub_group_numel: largest number of elements of a parameter that are updated at once.
+        prefetch_numel: number of elements to prefetch; 0 for none.
+        tiling: split linear layers that do not fit on the device: auto, none, or the number of
             tiles.
-        placement: sharded: every rank has its part of every parameter; owner: one rank has all of
-            one, and sends it to the others.
-        min_efficiency: least share of the step that may be computing, as planned.
-        path: directory for what lies on disk; the run's own if not given.
+        placement: sharded: every rank has a shard of every parameter; owner: one rank has the whole
+            parameter and broadcasts it.
+        min_efficiency: smallest planned share of computation in a step.
+        path: directory for state on disk; that of the run if not given.
     """
 
     device_budget: Size | None = None

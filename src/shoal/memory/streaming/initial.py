@@ -21,7 +21,7 @@ from shoal.memory.tiers.offloaded_parameter import ParameterShard
 
 
 class PartialParameter:
-    """What is kept of a parameter while its model is put together.
+    """Part of a parameter during the initialization of its model.
 
     Args:
         cut: this rank's part.

@@ -26,7 +26,7 @@ class OffloadedModel:
     """See :class:`~shoal.memory.protocols.TieredModel`.
 
     Args:
-        model: its parameters live in ``homes``.
+        model: model whose parameters are stored in ``homes``.
         homes: of every parameter, in the model's order.
         tiers: places and ways.
         stream: brings parameters and takes gradients.

@@ -79,7 +79,7 @@ class Slide:
     def after_forward(self, block: int, *, training: bool) -> WindowMove | None:
         """What changes when a block's forward pass is over.
 
-        Without a backward pass the window goes round, and the next pass finds its first blocks.
+        Without a backward pass the window wraps around to the first blocks for the next pass.
         Before a backward pass it stays at the end of the chain.
         """
         if self.k == self.n or not self._due(block + 1):
@@ -113,7 +113,7 @@ class Rehearsal(NamedTuple):
         peak_bytes: most bytes of blocks on the device.
         span_bytes: memory in which they find room; more than the peak where blocks of different
             sizes leave holes.
-        seconds: of a pass, or of a pass forward and back, once the window goes round.
+        seconds: seconds of a forward pass, or of a forward and backward pass, in steady state.
         loads: blocks that are loaded in it.
         stall_s: s of it in which a block is waited for.
     """

@@ -42,7 +42,7 @@ class ElementwiseOptimizer(Protocol):
         factor: float,
         matrix: bool,
     ) -> None:
-        """Update elements in place; the same bits whatever other elements are beside them.
+        """Update elements in place; the bits of an element do not depend on the others.
 
         Args:
             weight: the elements, flat.

@@ -32,12 +32,12 @@ class Tile(NamedTuple):
 class TiledLinear(nn.Module):
     """A linear layer that is multiplied tile by tile.
 
-    Each tile is a module with parameters of its own, so code that streams parameters has one tile
-    of it on the device, its gradient, and no more.
+    Each tile is a module with parameters of its own, so code that streams parameters has only one
+    tile and its gradient on the device.
 
     Args:
         in_splits: parts of the input; their products are added.
-        out_splits: parts of the output; they stand behind each other.
+        out_splits: parts of the output, which are concatenated.
 
     Raises:
         ConfigError: more parts than features.

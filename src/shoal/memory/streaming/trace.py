@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 class PassTrace(Generic[_T]):
     """Records one pass, and then says in each further one what comes next.
 
-    A pass that goes another way is recorded anew from there on; nothing is predicted in it.
+    A pass that deviates is recorded again from there on, without prefetching.
 
     Args:
         name: of the passes, for the warning.

@@ -136,7 +136,7 @@ class _Slot:
 
 
 class Window:
-    """At most so many consecutive blocks on the device.
+    """A limited number of consecutive blocks on the device.
 
     Args:
         chain: the blocks; their weights move to the host's side of the window.
@@ -146,7 +146,8 @@ class Window:
             is what overlapping is compared with.
 
     Attributes:
-        make_room: asked for so many bytes where the device has less for a block that is to come.
+        make_room: called with the missing bytes if the device has too little memory for the next
+            block.
     """
 
     def __init__(

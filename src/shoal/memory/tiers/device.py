@@ -40,8 +40,8 @@ class DeviceScope(OperatorMode):
         strict: operators may only use what lies there. Single numbers may come from anywhere.
 
     Attributes:
-        make_room: asked for so many bytes before an operator fails for want of them: code that has
-            something on the device that it can do without, or that is on its way out.
+        make_room: called with the missing bytes before an operator fails: frees memory that can be
+            evicted or whose offloading is in progress.
     """
 
     def __init__(self, tier: BudgetedTier, *, strict: bool = True) -> None:

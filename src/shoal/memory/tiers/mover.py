@@ -48,8 +48,8 @@ class EmulatedLink:
 
         Args:
             nbytes: of the transfer.
-            asked_at: when it was asked for; now if not given. A way on which others wait does not
-                rest between two transfers, however late a thread wakes up.
+            asked_at: time of the request; now if not given. A link with waiting transfers is not
+                idle between two of them, however late a thread wakes up.
         """
         with self._lock:
             begin = max(time.perf_counter() if asked_at is None else asked_at, self._free_at)
@@ -62,7 +62,7 @@ class Ticket:
 
     Attributes:
         nbytes: its size.
-        asked_at: the moment (``time.perf_counter``) at which it was asked for.
+        asked_at: time of the request (``time.perf_counter``).
         done_at: the moment at which it was over.
         seconds: how long it took, once it is done; waiting in the queue is not counted.
     """
@@ -99,13 +99,13 @@ class Ticket:
 
 
 class Mover:
-    """Copies in the order in which they were asked for.
+    """Copies in the order of the requests.
 
     Args:
         name: of its thread, such as ``disk-host``.
         link: holds copies to a rate.
         depth: copies that may wait.
-        device: of a GPU, copies run on a stream of their own.
+        device: for a GPU, copies run on a separate stream.
     """
 
     def __init__(

@@ -95,10 +95,10 @@ class OffloadedParameter:
     Attributes:
         flat: all of it on the device, while it is there.
         ticket: of what brings this rank's part there.
-        part: this rank's part on the device, until the other ranks are asked for theirs.
+        part: this rank's shard on the device, until the all-gather.
         gathering: what brings the other ranks' parts.
         uses: passes under way that need it.
-        kept: needed until its gradient has come, or until it is asked to go.
+        kept: stays until its gradient is computed, or until it is released.
         fresh: no gradient has come yet in this step.
     """
 

@@ -28,7 +28,7 @@ class UpdatedRow:
         pending: updates of the parameter that must be over.
 
     Attributes:
-        early: first element -> what is read ahead of its use, and the buffer.
+        early: first element -> the prefetch read and its buffer.
     """
 
     on_disk = True

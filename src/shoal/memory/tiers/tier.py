@@ -48,7 +48,7 @@ class TierStats:
     Args:
         used: bytes in use, with what blocks are rounded up to.
         peak: most bytes in use at one time.
-        allocations: blocks handed out.
+        allocations: number of allocated blocks.
         bytes_in: bytes that movers brought.
         bytes_out: bytes that movers took.
     """
@@ -152,13 +152,13 @@ class TierAllocator:
 
 
 class BudgetedTier(TierAllocator):
-    """Memory of one device, or of the host, with a budget of its own.
+    """Memory of one device, or of the host, with a budget.
 
     Args:
         name: device or host.
         capacity: budget in bytes.
         device: where the memory lies.
-        alignment: of blocks; a disk's transfers ask for sectors.
+        alignment: alignment of blocks; disk transfers need whole sectors.
         pinned: pages of the host stay where they are, so that a GPU can copy by itself.
     """
 

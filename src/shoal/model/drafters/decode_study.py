@@ -50,16 +50,16 @@ class DecodeStudy:
         drafters: the directory of a trained drafter; several with hetero.
         costs: a table of step costs, as shoal probe decode writes it.
         model: without a table: the target, to predict its steps.
-        precision: of the prediction: fp32 or bf16.
-        tree: which guesses: auto, hardware, chain.
+        precision: dtype of the prediction: fp32 or bf16.
+        tree: tree of draft tokens: auto, hardware or chain.
         requests: requests that decode together.
         hetero: rank Dovetail drafters on a device beside a host.
-        draft_machine: that device, such as 1xH100; the machine's, if not given.
-        memory_cap: bytes there, such as 3GiB; all it has, if not given.
-        link_gb_s: GB/s between both; 8, if not given.
-        link_us: us of a message besides; 20, if not given.
+        draft_machine: the drafter's device, such as 1xH100; that of the machine if not given.
+        memory_cap: bytes on the drafter's device, such as 3GiB; all of its memory if not given.
+        link_gb_s: GB/s of the link between them; 8 if not given.
+        link_us: us of latency per message; 20 if not given.
         context: tokens of the longest request; the model's limit, if not given.
-        overlap: the drafter goes on while the target verifies.
+        overlap: draft while the target verifies.
     """
 
     subject: ClassVar = "drafters"

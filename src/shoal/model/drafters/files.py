@@ -47,8 +47,8 @@ class DrafterConfig(Value):
         name: the kind of drafter, a part of kind ``drafter``.
         target: fingerprint of the target's weights.
         tokenizer: hash of the target's tokenizer; empty where its directory has none.
-        calibration: [k][i] = how often guess i of level k was what the target said, on text that
-            was not trained on; level 0 is the first token that is guessed.
+        calibration: [k][i] = acceptance rate of candidate i of level k on held-out text; level 0 is
+            the first draft token.
     """
 
     name: str

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class MedusaHead(nn.Module):
-    """``W2 (h + SiLU(W1 h + b))``, W1 zero and W2 the target's output matrix to begin with."""
+    """``W2 (h + SiLU(W1 h + b))``, initially W1 zero and W2 the target's output matrix."""
 
     def __init__(self, hidden: int, vocab_size: int) -> None:
         super().__init__()

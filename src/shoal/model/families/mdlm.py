@@ -22,7 +22,7 @@ from shoal.model.families import common
 class MaskedDiffusion:
     """A Llama without the causal mask and with a mask token.
 
-    Train one with a shape file that says ``family: mdlm``. Directories are written as
+    Train one with ``family: mdlm`` in a shape file. Directories are written as
     ``model_type: shoal_mdlm``, which other programs refuse instead of reading them as a model
     that continues text.
     """

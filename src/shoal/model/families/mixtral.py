@@ -15,7 +15,7 @@ from shoal.model.families import common
 
 @part
 class Mixtral:
-    """As Llama, with experts; each token visits the two or so of the highest score."""
+    """As Llama, with a mixture of experts; top-k routing."""
 
     def to_huggingface(self, config: ModelConfig) -> dict[str, Any]:
         """The contents of ``config.json``."""

@@ -16,7 +16,7 @@ from shoal.model.families import common
 
 @part
 class ParallelBlock:
-    """A Llama with parallel blocks. Train one with a shape file that says ``family: parallel``.
+    """Llama with parallel attention and MLP. Train one with ``family: parallel`` in a shape file.
 
     No Hugging Face class has these blocks with these norms, so directories are written as
     ``model_type: shoal_parallel``, which other programs refuse instead of misreading.

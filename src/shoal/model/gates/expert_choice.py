@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @part
 class ExpertChoice(BaseGate):
-    """Every expert takes the tokens of a sequence that score highest, each as many.
+    """Every expert takes equally many tokens of a sequence, those with the highest scores.
 
-    A token has ``top_k`` experts in the mean (times ``capacity_factor``, if one is given): some
-    have more, some none. Loads are equal by construction. Who is taken depends on later tokens,
-    so such a model scores whole sequences and cannot decode.
+    A token has ``top_k`` experts on average (times ``capacity_factor``, if given): some tokens have
+    more, some none. Loads are equal by construction. The selection depends on later tokens, so such
+    a model scores whole sequences and cannot decode.
     """
 
     decodes: ClassVar[bool] = False

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @part
 class GShard(BaseGate):
-    """The two likeliest experts; in training the second with probability 2 g2, at most 1.
+    """Top-2 routing; in training the second expert is used with probability min(1, 2 g2).
 
-    For ``top_k`` 2. g2 is its share of the weight of both. Who is drawn follows from the seed, the
-    step and the token alone.
+    Requires ``top_k`` 2. g2 is the second expert's share of the weight of both. The draw depends on
+    the seed, the step and the token alone.
     """
 
     top: ClassVar[int | None] = 2

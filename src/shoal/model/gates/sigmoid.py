@@ -24,13 +24,13 @@ _BIAS = "router_bias"
 
 @part
 class Sigmoid(BaseGate):
-    """The experts of the highest sigmoid scores plus a bias, weighed by the scores alone.
+    """The top-k experts by sigmoid score plus bias, weighted by the scores, as DeepSeek-V3.
 
-    Once a step the bias of an expert rises or falls, as fewer or more tokens chose it than the
-    mean. It has no gradient, is the same on all ranks and is saved with the model.
+    In every step the bias of an expert is increased if fewer tokens than the mean chose it, and
+    decreased otherwise. It has no gradient, is equal on all ranks and is saved with the model.
 
     Args:
-        bias_rate: by how much, at least 0; 0 leaves biases as they are.
+        bias_rate: change of a bias per step, at least 0; 0 keeps the biases constant.
     """
 
     bias_rate: Annotated[float, Ge(0), Le(1)] = 0.001

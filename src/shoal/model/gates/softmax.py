@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @part
 class Softmax(BaseGate):
-    """The experts of the highest probabilities, which are made to add up to 1; Mixtral's."""
+    """The top-k experts by softmax, with weights normalized to a sum of 1, as Mixtral."""
 
     def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
         return best_of(logits_NE.softmax(-1), asked)

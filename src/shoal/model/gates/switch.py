@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @part
 class Switch(BaseGate):
-    """The likeliest expert, weighed by its probability, so that the router learns from one alone.
+    """Top-1 routing, weighted by the probability, which gives the router a gradient.
 
-    For ``top_k`` 1; meant to be used with a ``capacity_factor`` of 1 to 2 and ``aux_loss`` 0.01.
+    Requires ``top_k`` 1; use it with a ``capacity_factor`` of 1 to 2 and ``aux_loss`` 0.01.
     """
 
     top: ClassVar[int | None] = 1

@@ -23,13 +23,13 @@ _COLDEST = 0.01
 
 @part
 class XMoE(Softmax):
-    """Top-k of a softmax over cosines between the token in few dimensions and learnt experts.
+    """Top-k of a softmax over cosines between a projection of the token and expert vectors.
 
-    Tokens are drawn towards experts by direction alone, so that their states do not collapse onto
-    the experts' vectors. The temperature is learnt.
+    Routing depends on the direction of a token alone, so that hidden states do not collapse onto
+    the experts' vectors. The temperature is learned.
 
     Args:
-        dim: of the space; half as many as experts, if not given.
+        dim: dimensions of the projection; half the number of experts if not given.
     """
 
     dim: Annotated[int, Gt(0)] | None = None

@@ -32,12 +32,12 @@ _JUDGED_ROWS = 1024
 
 @part
 class AWQ:
-    """Inputs are rescaled by a power of their magnitude; then weights take their nearest codes.
+    """Scale weights by a power of the input magnitude, then round each to its nearest code.
 
     Args:
-        points: values of alpha from 0 up to 1 that are tried.
-        clip_search: cut the largest weights of each group to the share, 0.8 to 1, that leaves the
-            least square error, weighted by the inputs.
+        points: number of values of alpha in [0, 1) to try.
+        clip_search: clip each group at the share, 0.8 to 1, of its largest weight with the smallest
+            squared error, weighted by the inputs.
     """
 
     calibrated: ClassVar[bool] = True

@@ -33,14 +33,14 @@ _TRIES = 6
 
 @part
 class GPTQ:
-    """Errors of rounding are fed forward through the inverse Cholesky factor.
+    """Compensate rounding errors in later columns through the inverse Cholesky factor.
 
     Args:
         damp: lambda, as a share of the mean of the diagonal of ``2 X X^T``.
-        act_order: columns with the largest inputs first, with scales fixed before; groups stay
-            groups of neighbours, so that what is stored looks no different.
-        clip_search: cut the largest weights of each group to the share, 0.8 to 1, that leaves the
-            least square error, weighted by the inputs.
+        act_order: quantize the columns with the largest inputs first, with scales fixed before;
+            groups remain groups of neighbours, so the stored format does not change.
+        clip_search: clip each group at the share, 0.8 to 1, of its largest weight with the smallest
+            squared error, weighted by the inputs.
     """
 
     calibrated: ClassVar[bool] = True

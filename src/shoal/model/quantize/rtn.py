@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @part
 class RoundToNearest:
-    """Each weight takes its nearest code; needs no text.
+    """Round each weight to its nearest code; needs no calibration text.
 
     Args:
-        clip_search: cut the largest weights of each group to the share, 0.8 to 1, that leaves the
-            least square error.
+        clip_search: clip each group at the share, 0.8 to 1, of its largest weight with the smallest
+            squared error.
     """
 
     calibrated: ClassVar[bool] = False

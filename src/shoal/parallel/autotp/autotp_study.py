@@ -37,7 +37,7 @@ class AutotpStudy:
         config: a config.json of transformers, or a directory.
         tp: ranks that share the model.
         length: tokens of the example.
-        fallback: what is done where a model cannot be traced as a whole, modules or refuse.
+        fallback: if a model cannot be traced as a whole: modules (trace its modules) or refuse.
     """
 
     subject: ClassVar = "config"

@@ -88,7 +88,7 @@ def from_config(options: dict[str, Any], *, device: str = "meta", seed: int = 0)
 
     Args:
         options: of its configuration, with ``model_type``.
-        device: meta makes no weights, whatever the size.
+        device: with meta no weights are allocated.
         seed: of the weights.
 
     Raises:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AutoSplit(nn.Module):
-    """A model whose parameters ranks share, whatever the shapes of its inputs.
+    """A model with sharded parameters, for inputs of any shape.
 
     Args:
         model: whole; it is not changed, and may be let go afterwards.

@@ -22,8 +22,8 @@ _MOST_SHOWN = 5
 def agree(comm: Comm, what: str, value: object) -> None:
     """Refuse to go on where ranks hold different values; all ranks call it.
 
-    Every rank sends a digest of 32 bytes; the values travel only where digests differ. A rank
-    that does not come ends the call like any collective: after the communicator's timeout.
+    Every rank sends a digest of 32 bytes; the values are sent only if digests differ. A missing
+    rank ends the call as in any collective: after the communicator's timeout.
 
     Args:
         comm: the ranks that must agree.

@@ -119,16 +119,15 @@ class TorchComm:
 
     With one rank nothing is sent, and data only moves from input to output.
 
-    Messages carry their tag on Gloo. NCCL has no tags: there the messages of a pair of ranks
-    arrive in the order in which they were sent, whatever their tags, so both ends must issue
-    them in the same order.
+    Messages carry their tag on Gloo. NCCL has no tags: there the messages of a pair of ranks arrive
+    in the order of sending, independent of tags, so both ends must issue them in the same order.
 
     Args:
         meter: where the bytes are counted (``wire_bytes``, by op, tag and scope).
         timeout_s: a collective that takes longer fails.
         beats: directory of heartbeat files, shared by the ranks of a host.
         device: cpu or cuda.
-        rendezvous: where the ranks meet: ``env://`` under torchrun, or ``file://``.
+        rendezvous: address of the rendezvous: ``env://`` under torchrun, or ``file://``.
         shared_memory: CPU ranks of one host sum, copy and send through shared memory, not Gloo.
         ranks_per_node: ranks of one node, neighbours by number; all on one if not given.
             Bytes between nodes count with scope ``node``, also where nodes are emulated.

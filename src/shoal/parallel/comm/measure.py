@@ -27,8 +27,8 @@ class CollectiveProbe:
     """Latency and bandwidth of an all-reduce between two local ranks.
 
     Args:
-        small_bytes: the size that shows the latency.
-        large_bytes: the size that shows the bandwidth.
+        small_bytes: message size for the latency.
+        large_bytes: message size for the bandwidth.
         repeats: samples; 0 for 5 (fast) or 15.
     """
 

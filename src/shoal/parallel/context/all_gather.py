@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @part
 class AllGather(ContextAttention):
-    """Keys and values are gathered; every rank holds an early and a late chunk."""
+    """All-gather of keys and values; every rank holds an early and a late chunk."""
 
     name: ClassVar[str] = "all_gather"
     paired: ClassVar[bool] = True

@@ -153,7 +153,7 @@ def group_of(size: int, world: int, *, where: str) -> int:
     """Ranks of a group of neighbours: ``size``, or all where there are fewer.
 
     Args:
-        size: what was asked for.
+        size: the requested size.
         world: ranks that share a sequence.
         where: names the option in errors.
 

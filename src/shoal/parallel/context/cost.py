@@ -11,7 +11,7 @@ from shoal.ir import Estimate, Interval, Machine, Work
 
 
 class Route(NamedTuple):
-    """What travels among some neighbours of the ranks that share a sequence.
+    """Messages among neighbouring ranks that share a sequence.
 
     Args:
         traffic: of one rank and one layer.
@@ -30,8 +30,8 @@ def context_estimate(
 ) -> Estimate:
     """Bytes and seconds of one step of one rank.
 
-    Messages that travel while blocks are computed cost what they take longer than the
-    blocks; on CPU ranks nothing is hidden, for the cores that compute also carry the bytes.
+    Messages that overlap with the computation of blocks cost only the time beyond that of the
+    blocks; on CPU ranks nothing overlaps, because the same cores compute and copy.
 
     Args:
         routes: closed form of a part, of (tokens, heads, kv_heads, head_dim, world).

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @part
 class DoubleRing(ContextAttention):
-    """Keys and values go round groups, and groups pass them on; zigzag positions.
+    """Inner rings within groups and an outer ring across groups; zigzag positions.
 
     Args:
         inner: ranks of a group, a divisor of cp.

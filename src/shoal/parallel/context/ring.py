@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @part
 class RingAttention(ContextAttention):
-    """Keys and values go round; every rank holds one contiguous piece."""
+    """Ring exchange of keys and values; every rank holds one contiguous chunk."""
 
     name: ClassVar[str] = "ring"
     paired: ClassVar[bool] = False

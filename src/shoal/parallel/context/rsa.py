@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @part
 class RSA(ContextAttention):
-    """Keys go round, then values; every rank holds one contiguous piece."""
+    """Ring exchange of keys, then of values; every rank holds one contiguous chunk."""
 
     name: ClassVar[str] = "rsa"
     paired: ClassVar[bool] = False

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @part
 class TokenRing(ContextAttention):
-    """Queries go round, outputs return; every rank holds an early and a late chunk."""
+    """Ring exchange of queries; outputs return. Every rank holds an early and a late chunk."""
 
     name: ClassVar[str] = "tokenring"
     paired: ClassVar[bool] = True

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @part
 class Ulysses(ContextAttention):
-    """Heads are swapped for sequence; every rank holds one contiguous piece.
+    """All-to-all from sequence shards to head shards; every rank holds one contiguous chunk.
 
     Args:
-        replicate_kv: with more ranks than key/value heads, give a head to several ranks;
-            else that is refused.
+        replicate_kv: with more ranks than key/value heads, replicate heads over ranks; otherwise
+            this is an error.
     """
 
     replicate_kv: bool = False

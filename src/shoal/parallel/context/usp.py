@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 @part
 class USP(ContextAttention):
-    """Ulysses among neighbours, a zigzag ring over their groups.
+    """Ulysses within groups of neighbouring ranks, a zigzag ring across the groups.
 
     Args:
         ulysses: ranks of a group, a divisor of cp.
-        replicate_kv: with more ranks in a group than key/value heads, give a head to several.
+        replicate_kv: with more ranks in a group than key/value heads, replicate heads over ranks.
     """
 
     ulysses: Annotated[int, Ge(1)] = 2

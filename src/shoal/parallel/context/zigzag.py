@@ -16,7 +16,7 @@ from shoal.parallel.context.ring import RingAttention
 
 @part
 class Zigzag(RingAttention):
-    """Keys and values go round; every rank holds an early and a late chunk. The default."""
+    """Ring exchange of keys and values; every rank holds an early and a late chunk (default)."""
 
     name: ClassVar[str] = "zigzag"
     paired: ClassVar[bool] = True

@@ -22,7 +22,7 @@ _TAG = "balance"
 
 
 class Balance(NamedTuple):
-    """How even a step was.
+    """Load balance of a step.
 
     Args:
         imbalance: tokens that chose an expert, the most over the mean, of the worst layer: 1 where
@@ -45,7 +45,7 @@ class Routers(StepHook):
         layers: blocks L of the whole model.
         experts: E; 0 for a dense model, in which nothing happens.
         sequences: of a step.
-        comm: ranks that make a step together; None for a single process.
+        comm: ranks of a step; None for a single process.
 
     Attributes:
         kept: parameters that gates change themselves, by name.

@@ -313,7 +313,7 @@ def chunked(
         to_RX: how many of them go to each expert of each rank of ep.
         every: [etp, ep, X] how many come to each expert of this rank, by who brings and who sent
             them.
-        all_RRX: of each rank of ep, where rows travel by node.
+        all_RRX: counts of each rank of ep, for a hierarchical all-to-all.
         layer: whose chunks, ranks, matrices and activation these are.
     """
     out: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]

@@ -70,7 +70,7 @@ class ExpertCopies:
 
 
 def sent_copies(owner_E: Ints, held_EN: Flags, devices: Devices) -> list[tuple[int, int, int, int]]:
-    """(leg, expert, from, to) of every copy that travels, in order."""
+    """(leg, expert, from, to) of every copy that is sent, in order."""
     have_EN = only_owners(owner_E, devices)
     sent_copies = []
     for expert, device in zip(*np.nonzero(held_EN & ~have_EN), strict=True):

@@ -34,7 +34,7 @@ _HEAD = ("norm", "output")
 
 
 class GradientSlices(StepHook):
-    """Lets slices of the gradients travel in the backward passes of layers of experts.
+    """Sends slices of the gradients during the backward passes of expert layers.
 
     Args:
         local: the model of this rank, all of whose blocks are here.

@@ -99,7 +99,7 @@ class LayerCopies:
         layer: number of the block.
         again: drop them after the forward pass, and gather them again.
 
-    They travel in the dtype that is computed in, their gradients in that of the parameters.
+    They are sent in the dtype of the computation, their gradients in that of the parameters.
     """
 
     def __init__(

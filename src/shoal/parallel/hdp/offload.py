@@ -82,7 +82,7 @@ class HostShare:
 
     Args:
         model: its parameters stay.
-        blocks: what is saved in their forward passes may go.
+        blocks: blocks whose saved activations may be offloaded.
         device: where the rank computes.
         host_bytes: most bytes on the host at one time.
 

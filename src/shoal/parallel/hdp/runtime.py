@@ -82,7 +82,7 @@ class HybridRuntime(StepHook):
             self.host.close()
 
     def planned(self, rows: ReplicaSequences) -> Assignment:
-        """The plan of a batch; needs no other rank, and may be asked for ahead."""
+        """The plan of a batch; needs no communication and may be computed ahead."""
         lengths = [one.length for one in sequences_of(rows)]
         return self.assigner.assign(lengths, self.world.world, self.cost)
 

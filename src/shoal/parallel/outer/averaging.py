@@ -34,16 +34,17 @@ _ENDLESS = 2**62
 
 @part
 class Averaging(ABC):
-    """Workers take steps of their own and average what a round of them has changed.
+    """Workers make local steps and average their changes once per round.
 
     Args:
-        tau: optimizer steps of a round; auto is the fewest behind which the average travels, by
+        tau: optimizer steps of a round; auto is the smallest number that hides the all-reduce, by
             the plan's estimate, and at most 48.
         within: neighbouring data-parallel ranks that are one worker: they sum their gradients in
             every step.
         sharded: each worker keeps and updates its share of the outer state, not all of it.
-        dtype: in which changes travel; bf16 halves the bytes of an average, and so the fewest
-            steps behind which it travels. x and the outer state stay as the parameters are.
+        dtype: dtype of changes in communication; bf16 halves the bytes of the all-reduce, and so
+            the smallest number of steps that hides it. x and the outer state keep the dtype of the
+            parameters.
     """
 
     tau: Annotated[int, Ge(1)] | Literal["auto"] = 8
@@ -104,7 +105,7 @@ class Averaging(ABC):
         return min(LONGEST, max(1, -int(-once // alone))) if alone > 0 else 1
 
     def kept_bytes(self, work: Work) -> float:
-        """What travels, x and the momentum; of the last two, and x before, a share if sharded."""
+        """Bytes of message buffer, x and momentum; a share of all but the buffer if sharded."""
         copies = 2.0 + self.momentum + (0.5 if self.dtype == "bf16" else 0.0)
         if self.sharded:
             copies = 1 + (3 + self.momentum) / self.workers(work.job.parallel.dp)

@@ -31,16 +31,16 @@ CONST = 2.0
 
 @part
 class CO2(Averaging):
-    """No rank waits for the network; choose it where an all-reduce takes longer than a step.
+    """Overlap the all-reduce with the next round; choose it where it takes longer than a step.
 
     Args:
-        tau: optimizer steps of a round; auto is the fewest behind which the average travels, by
+        tau: optimizer steps of a round; auto is the smallest number that hides the all-reduce, by
             the plan's estimate, and at most 48.
-        outer_momentum: of the outer update.
-        outer_lr: step of the outer update.
-        clip: largest element of what the outer momentum takes in; None for no clipping.
-        penalty: what an average is divided by for being late: gap, by how far the model has moved
-            since over the largest average change so far, plus 1; const, by 2; none, by 1.
+        outer_momentum: momentum of the outer update.
+        outer_lr: learning rate of the outer update.
+        clip: largest element of the input of the outer momentum; None for no clipping.
+        penalty: divisor of a stale average: gap, 1 plus the model's change since then over the
+            largest average change so far; const, 2; none, 1.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"local_updates"})

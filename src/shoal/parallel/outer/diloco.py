@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @part
 class DiLoCo(Averaging):
-    """Rounds are long and all wait for the average; choose it for the rarest messages.
+    """Long rounds with an outer Nesterov update, no overlap; choose it for least communication.
 
     Args:
-        tau: optimizer steps of a round; auto is the fewest whose average would travel behind
-            them, by the plan's estimate, and at most 48.
-        outer_lr: step of the outer update.
-        outer_momentum: of the outer update.
+        tau: optimizer steps of a round; auto is the smallest number that would hide the all-reduce,
+            by the plan's estimate, and at most 48.
+        outer_lr: learning rate of the outer update.
+        outer_momentum: momentum of the outer update.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"local_updates"})

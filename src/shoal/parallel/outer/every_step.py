@@ -21,7 +21,7 @@ _NOTHING = Estimate(step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0
 
 @part
 class EveryStep:
-    """All ranks make one update together; choose it wherever the network keeps up."""
+    """Synchronize gradients in every step; choose it where the network is fast enough."""
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:

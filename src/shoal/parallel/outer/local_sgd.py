@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @part
 class LocalSGD(Averaging):
-    """Parameters are averaged every ``tau`` steps, and all wait for it; the plainest of them."""
+    """Average the parameters every ``tau`` steps, without overlap; the simplest method."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"local_updates"})
 

@@ -41,7 +41,7 @@ class Rounds(StepHook, ABC):
         ranks: of this rank; those of ``outer`` have the same place in all workers.
         tau: steps of a round.
         delayed: an average is applied a round late.
-        room: what travels is padded to a multiple of so many elements.
+        room: messages are padded to a multiple of this many elements.
 
     Attributes:
         stop: some worker asked to stop, as all know since the last round ended.
@@ -165,7 +165,7 @@ class WholeRounds(Rounds):
         rule: makes the outer update.
         tau: steps of a round.
         delayed: an average is applied a round late.
-        half: changes travel in bf16.
+        half: changes are sent in bf16.
     """
 
     divided = False
@@ -253,7 +253,7 @@ class WholeRounds(Rounds):
 
 
 class ShardedRounds(Rounds):
-    """Every worker keeps a chunk of x and of the outer state; one whole copy travels.
+    """Every worker stores a chunk of x and the outer state; each round sends one full copy.
 
     Args:
         owned: what this rank's optimizer updates.

@@ -165,7 +165,7 @@ def reduced_product(
 ) -> tuple[Tensor, Pending]:
     """The sum over the ranks of ``x_NI @ weight_IO``, whole on every rank.
 
-    Its reduce-scatter travels with the product; its all-gather is what there is to wait for.
+    Its reduce-scatter overlaps with the product; only its all-gather is exposed.
 
     Returns:
         [N, O], equal to the bit on all ranks.

@@ -499,9 +499,8 @@ class PrefetchQueue(Generic[_T]):
 def prefetch(function: Callable[[int], _T], first: int, depth: int = 2) -> PrefetchQueue[_T]:
     """Call ``function(first)``, ``function(first + 1)``, ... ahead of the use of the results.
 
-    Results come in order. What a call raises is raised where its result would have been
-    returned, and ends it; all before it are delivered. Nothing starts before the first item
-    is asked for.
+    Results are in order. An exception of a call is raised in place of its result and ends the
+    iteration; all earlier results are delivered. Nothing starts before the first item is requested.
 
     Args:
         function: depends on the step alone; runs in one thread of its own.

@@ -144,7 +144,7 @@ class _Layer(NamedTuple):
 
 
 class LayeredStage(Stage):
-    """A stage whose blocks have grids of their own.
+    """A stage with a different grid for each block.
 
     Args:
         how: of every block of the model.
@@ -218,10 +218,10 @@ class LayeredStage(Stage):
 
 
 class LayeredPart(SplitPart):
-    """The cells of one rank, whose blocks have degrees or a sharding of their own.
+    """The cells of one rank, whose blocks have different degrees or sharding.
 
     Args:
-        job: whose ``layers`` say so.
+        job: a job with ``layers``.
         options: those of a plain part.
     """
 

@@ -49,8 +49,8 @@ class Stage(nn.Module):
         context: attention over sequences that ranks share; needed where cp > 1.
         dropout: of the outputs of attention and feed-forward, in training mode.
         routing: seed and sequences of a step, for the routers of experts.
-        recomputed: numbers of the layers of which only the input is kept, whatever a pass says.
-        mixed: micro-batches may bring attention of their own.
+        recomputed: numbers of the layers that are always recomputed from their input.
+        mixed: micro-batches may have different attention.
 
     Raises:
         PlanError: the model cannot be split so.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @part
 class Zero2:
-    """Gradients and optimizer state are divided; parameters are gathered once a step."""
+    """Shard gradients and optimizer state; parameters are gathered once per step."""
 
     divides: ClassVar[frozenset[str]] = frozenset({"gradients", "optimizer"})
     traits: ClassVar[frozenset[str]] = frozenset(f"shards_{what}" for what in divides)
@@ -56,7 +56,7 @@ class Zero2:
 
 @part
 class Zero3:
-    """Parameters too are divided; choose it when the weights do not fit otherwise."""
+    """Shard parameters, gradients and optimizer state; choose it when the weights do not fit."""
 
     divides: ClassVar[frozenset[str]] = frozenset({"weights", "gradients", "optimizer"})
     traits: ClassVar[frozenset[str]] = frozenset(f"shards_{what}" for what in divides)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @part
 class HybridShard:
-    """Divides everything inside groups; choose it when a node holds the model and links differ.
+    """Shard within groups and replicate across them; choose it where links within nodes are faster.
 
     Args:
-        within: data-parallel ranks of a group, neighbours; those of one node if not given.
+        within: neighbouring data-parallel ranks of a group; those of one node if not given.
     """
 
     within: int | None = None

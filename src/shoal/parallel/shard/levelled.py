@@ -89,7 +89,7 @@ class LevelComms(NamedTuple):
 
 
 class Width(NamedTuple):
-    """In what numbers travel.
+    """The number format of messages.
 
     Args:
         dtype: of weights and gradients on the wire and of the copies; None for the masters' own.
@@ -196,7 +196,7 @@ class LevelledModel(GatheredModel):
         model: the model; its parameters become local parts, with the same names.
         comm: all ranks that sum gradients.
         levels: the groups of them.
-        width: in what numbers travel.
+        width: the number format of messages.
         whole_matrices: the optimizer needs whole matrices.
 
     Raises:

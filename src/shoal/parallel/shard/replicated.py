@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 
 @part
 class ReplicatedShard:
-    """Every rank holds everything; choose it when the model fits.
+    """Replicate parameters, gradients and optimizer state; choose it when the model fits.
 
     Args:
-        bucket_mb: gradient bytes that travel together, in MiB; 64 on CPU ranks and 25 on
-            GPUs if not given.
+        bucket_mb: size of a gradient bucket in MiB; 64 on CPU ranks and 25 on GPUs if not given.
     """
 
     bucket_mb: Annotated[float, Gt(0), Le(4096)] | None = None
@@ -108,10 +107,10 @@ class ReplicatedModel:
     """See :class:`~shoal.parallel.protocols.ShardedModel`.
 
     Attributes:
-        overlap: a bucket travels as soon as the last backward pass has filled it. Off, all
-            travel in :meth:`finish`: for passes that write gradients outside of autograd,
-            and for parameters that several last passes add to.
-        hidden_bytes: of gradients that began to travel in the last step's backward passes.
+        overlap: a bucket is reduced as soon as the last backward pass has filled it. If off, all
+            are reduced in :meth:`finish`: for passes that write gradients outside of autograd, and
+            for parameters to which several last passes add.
+        hidden_bytes: bytes of gradients whose reduction began in the last step's backward passes.
         after_bytes: of those that travelled after them.
     """
 
@@ -154,7 +153,7 @@ class ReplicatedModel:
         }
 
     def slice_in(self, order: Callable[[str], int]) -> None:
-        """From now on gradients travel when :meth:`send` says so, and what is left in the end.
+        """From now on gradients are reduced by :meth:`send`, and the rest at the end.
 
         Args:
             order: name of a parameter -> a number that grows with when its gradient is done.

@@ -34,16 +34,17 @@ _MASTERS = ("masters", "optimizer", "moments")
 
 @part
 class Topo3:
-    """Divides each state at its level; choose it for islands with slow links between them.
+    """Shard each state over its own level of ranks; choose it for slow links between nodes.
 
     Args:
-        levels: [g0, g1]: ranks that share the weights, and ranks that share the gradients;
-            neighbours, each a divisor of the next and of all ranks. Those of a node, twice, if not
-            given. With ``secondary`` g0 may be all ranks, whatever g1 is.
-        dtype: of weights and gradients on the wire and of the copies of the weights; the masters'
-            own if not given. The masters, which the optimizer updates, stay as they are.
-        quant: what travels in blocks of integers: ``weights: int8``, ``grads: int4`` or ``int8``.
-            Sums are taken of fp32 numbers.
+        levels: [g0, g1]: number of neighbouring ranks over which weights and gradients are sharded,
+            each a divisor of the next and of all ranks; both the ranks of a node if not given. With
+            ``secondary``, g0 may be all ranks, independent of g1.
+        dtype: dtype of weights and gradients in communication and of the copies of the weights;
+            that of the master weights if not given. The master weights, which the optimizer
+            updates, keep theirs.
+        quant: what is sent quantized in blocks: ``weights: int8``, ``grads: int4`` or ``int8``.
+            Sums are in fp32.
         secondary: with recomputation, ranks that keep a second copy of the weights for the
             backward pass; a divisor of g0.
     """

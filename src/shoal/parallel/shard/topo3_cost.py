@@ -20,7 +20,7 @@ class Hop(NamedTuple):
     """One level's collectives of a step.
 
     Args:
-        name: what travels.
+        name: contents of the messages.
         members: ranks of a group.
         sent: bytes that a rank sends.
         calls: collectives.

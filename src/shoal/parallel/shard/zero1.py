@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 @part
 class Zero1:
-    """Optimizer state is divided over the ranks; choose it before zero2 when that is enough.
+    """Shard the optimizer state over the ranks; prefer it to zero2 if it saves enough memory.
 
     Args:
-        bucket_mb: gradient bytes that travel together, in MiB; 64 on CPU ranks and 25 on
-            GPUs if not given.
+        bucket_mb: size of a gradient bucket in MiB; 64 on CPU ranks and 25 on GPUs if not given.
     """
 
     bucket_mb: Annotated[float, Gt(0), Le(4096)] | None = None

@@ -125,7 +125,7 @@ class WholeBlock(TransformerBlock):
         feed: Callable[[Tensor], Any],
         drop: Drop | None,
     ) -> Any:
-        """The residual stream; copies of experts travel while attention computes."""
+        """The residual stream; copies of experts are sent during attention."""
         if isinstance(self.mlp, CopiedExperts):
             self.mlp.begin()
         return super().wired(x, attend, feed, drop)

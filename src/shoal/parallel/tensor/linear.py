@@ -267,11 +267,11 @@ class _Arrived(torch.autograd.Function):
 
 
 class LateColumnLinear(ColumnLinear):
-    """A column-parallel layer the sum of whose input gradient travels on.
+    """A column-parallel layer with an asynchronous all-reduce of its input gradient.
 
-    It is waited for when the backward pass of the sub-layer before is through, which a ladder's
-    does not need it for: autograd computes what was made last first, so the place of the wait is
-    set to before that sub-layer.
+    The wait is after the backward pass of the previous sub-layer, which in a ladder does not depend
+    on it: autograd runs in reverse order, so the wait is placed before that sub-layer in the
+    forward pass.
 
     Source: Zhang et al., Ladder-Residual, 2025.
     """
@@ -321,7 +321,7 @@ class _Landed(torch.autograd.Function):
 
 
 class LateRowLinear(RowLinear):
-    """A row-parallel layer whose sum travels on: calling what it returns waits for the sum.
+    """A row-parallel layer with an asynchronous all-reduce; the returned function waits for it.
 
     Source: Zhang et al., Ladder-Residual, 2025.
     """

@@ -46,7 +46,7 @@ class WeightSplit(Value):
         module: path of the module that uses it.
         table: it is looked up.
         head: path of a head that multiplies by the same weights, where they are tied.
-        gathered: what it makes is the model's output, and is given back whole.
+        gathered: its output is the model's output and is returned gathered.
     """
 
     style: Literal["column", "row", "vocabulary"]
@@ -62,7 +62,7 @@ class TensorPlan(Value):
     """A tensor-parallel plan of a model.
 
     Args:
-        weights: parameter -> how it is split; all others are whole on every rank.
+        weights: parameter -> its sharding; all others are replicated.
         whole: parameter -> why it stays whole; norms and biases of sums are not listed.
         parameter_bytes: of all parameters.
         sharded_bytes: of those that are split.

@@ -39,7 +39,7 @@ class ConstraintSystem:
     Args:
         domains: variable -> what it may be.
         constraints: what must hold.
-        objective: what is made as large as possible, or None.
+        objective: expression to maximize, or None.
         sign: -1 where the objective was to be made small.
         facts: variables that were given one value.
     """

@@ -45,7 +45,7 @@ class TilesStudy:
         shoal explain tiles --facts '{l2_bytes: 1048576}'
 
     Args:
-        kernel: recurrence, linear, or a file with a system of your own.
+        kernel: recurrence, linear, or a file with another system.
         hidden: units of all heads of a recurrence.
         heads: heads of a recurrence.
         batch: sequences; rows of x of a product.
@@ -55,8 +55,8 @@ class TilesStudy:
         k: inputs of a product.
         bits: of a weight of a product.
         group: weights of a product that share a scale.
-        facts: of the machine, over what is known of it.
-        system: show the system of constraints, and solve nothing.
+        facts: facts of the machine, which override the known ones.
+        system: show the system of constraints without solving it.
     """
 
     subject: ClassVar = "kernel"

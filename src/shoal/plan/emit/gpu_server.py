@@ -24,9 +24,9 @@ class GpuServer(ABC):
     """An engine with a configuration file that joins requests at any time and pages its cache.
 
     Args:
-        port: where the server listens.
-        host: address that it listens on; that of this host alone unless another is given.
-        memory: share of the GPU's memory that it may fill.
+        port: port of the server.
+        host: address of the server; by default it accepts connections from this host only.
+        memory: share of the GPU's memory for weights, activations and cache.
     """
 
     port: Annotated[int, Ge(1), Le(65535)] = 8000

@@ -25,8 +25,8 @@ class LlamaCpp:
     """``launch.sh``, which starts ``llama-server`` on a GGUF file.
 
     Args:
-        port: where the server listens.
-        host: address that it listens on; that of this host alone unless another is given.
+        port: port of the server.
+        host: address of the server; by default it accepts connections from this host only.
     """
 
     port: Annotated[int, Ge(1), Le(65535)] = 8080

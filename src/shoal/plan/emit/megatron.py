@@ -50,7 +50,7 @@ ORDERS = {"pp-dp-cp-tp": None, "dp-pp-cp-tp": "--use-tp-pp-dp-mapping"}
 
 @part
 class Megatron:
-    """``launch.sh``, which starts ``pretrain_gpt.py`` with every argument that the plan decides."""
+    """``launch.sh``, which starts ``pretrain_gpt.py`` with the arguments of the plan."""
 
     job: ClassVar[Literal["train", "serve"]] = "train"
 

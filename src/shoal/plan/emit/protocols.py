@@ -9,11 +9,10 @@ from shoal.ir import ServePlan, TrainPlan
 
 @runtime_checkable
 class Emitter(Protocol):
-    """A part of kind ``emitter``: one engine that can run what was planned.
+    """A part of kind ``emitter``: writes the launch files of one engine.
 
-    The same plan always gives the same files. They hold what the plan decides and nothing of
-    the machine that wrote them; what no plan knows (the data, the training script) is a
-    variable of the environment that the script asks for by name.
+    The files are a function of the plan, independent of the machine that wrote them. Values that
+    are not in a plan (the data, the training script) are environment variables of the script.
     """
 
     job: ClassVar[Literal["train", "serve"]]

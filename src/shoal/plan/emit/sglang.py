@@ -27,7 +27,7 @@ class SGLang(GpuServer):
     """``sglang.yaml``, which ``sglang.launch_server --config`` reads, and ``launch.sh``.
 
     Args:
-        port: where the server listens.
+        port: port of the server.
         memory: share of the GPU's memory for weights and cache.
     """
 

@@ -93,7 +93,7 @@ def refuses_train(
             shared sequences.
         selective: it can compute a part of a block again.
         products: types of products that it has beside those of the job's precision.
-        overlaps: what may travel behind computing.
+        overlaps: communication that may overlap with computation.
     """
     job, split = plan.job, plan.job.parallel
     results = []

@@ -28,8 +28,8 @@ class VLLM(GpuServer):
     """``vllm.yaml``, which ``vllm serve --config`` reads, and ``launch.sh``.
 
     Args:
-        port: where the server listens.
-        memory: share of the GPU's memory that it may fill.
+        port: port of the server.
+        memory: share of the GPU's memory for weights, activations and cache.
     """
 
     port: Annotated[int, Ge(1), Le(65535)] = 8000

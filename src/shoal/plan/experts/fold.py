@@ -26,7 +26,7 @@ class Fold(NamedTuple):
 
     Args:
         parallel: both grids.
-        near_bytes: that a rank sends in a step to experts of its own node, and gets back.
+        near_bytes: bytes per rank and step to and from experts of its own node.
         far_bytes: to experts of other nodes.
         fits: the device has room for it.
     """

@@ -22,7 +22,7 @@ _NEAR = "near and far: bytes that a rank sends in a step to experts of its node 
 class FoldStudy:
     """Compare expert grids that differ from the attention grid (MoE parallel folding).
 
-    Every legal pair of grids is priced; nothing runs.
+    Prices every valid pair of grids; nothing runs.
 
     **Examples**
 
@@ -37,7 +37,7 @@ class FoldStudy:
         pp: pipeline stages, of which each has both grids.
         seq_len: tokens of a sequence.
         global_batch: sequences of a step.
-        inside: show experts inside dp, too.
+        inside: also show grids with experts inside dp.
         rows: pairs of grids to show.
     """
 

@@ -27,7 +27,7 @@ class GradientSlice(NamedTuple):
     """A part of the gradients' sum.
 
     Args:
-        layer: number of the block whose backward pass it travels with.
+        layer: number of the block with whose backward pass it is sent.
         where: dense or experts.
         bytes: of gradients.
         seconds: on the network between nodes.
@@ -44,8 +44,8 @@ class Partition(NamedTuple):
 
     Args:
         r: by block from first to last, chunks of its experts' backward pass.
-        slices: in the order in which they travel.
-        tail: the bytes that travel when all layers are done.
+        slices: in the order in which they are sent.
+        tail: the bytes that are sent after all layers.
         tail_s: seconds of that.
         seconds: of the whole backward pass, its tail included.
         greedy_s: the same, if holes alone are filled.

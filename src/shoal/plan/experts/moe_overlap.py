@@ -72,7 +72,7 @@ def schedule(r: int, ahead: int = 1, *, slice_: bool = False, one_link: bool = F
     Args:
         r: chunks.
         ahead: chunks that go before the first sum, less one.
-        slice_: a part of the gradients' sum travels once all chunks are sent.
+        slice_: a slice of the gradient reduction is sent after all chunks.
         one_link: everything that is sent waits for what was sent before, as where messages
             between nodes and inside them are not distinguished.
     """
@@ -117,7 +117,7 @@ def timeline(
     Args:
         pass_: what tasks take.
         r: chunks.
-        slice_s: s of the gradients' sum that travels in the middle of the pass.
+        slice_s: s of the gradient reduction in the middle of the pass.
         ahead: see :func:`schedule`; None for what is best.
         one_link: see :func:`schedule`.
 
@@ -202,7 +202,7 @@ def choose(pass_: MoePass, slice_s: float = 0.0, *, most: int = MOST) -> PassChu
 
     Args:
         pass_: what tasks take.
-        slice_s: s of the gradients' sum that travels with it.
+        slice_s: s of the gradient reduction that runs with it.
         most: chunks to look at.
 
     Raises:

@@ -36,12 +36,12 @@ class MoeOverlapStudy:
 
     Args:
         model: a mixture of experts: name, directory or file.
-        tokens: of a rank and micro-batch.
+        tokens: tokens of a rank and micro-batch.
         seq_len: tokens of a sequence.
-        ep: ranks that share out the experts; a node each if not given.
-        etp: ranks that share an expert; all of a node if not given.
-        dispatch: way of tokens between nodes: flat, 1dh or 2dh.
-        most: chunks to look at.
+        ep: expert-parallel ranks; one per node if not given.
+        etp: tensor-parallel ranks of an expert; all of a node if not given.
+        dispatch: all-to-all algorithm between nodes: flat, 1dh or 2dh.
+        most: largest number of chunks to try.
     """
 
     subject: ClassVar = "model"

@@ -22,12 +22,12 @@ from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 
 @part
 class Anneal:
-    """Change what the uses of one buffer want, and keep what helps, or hurts little while hot.
+    """Simulated annealing of the placement of one buffer at a time.
 
     Args:
-        rounds: changes that are tried.
-        hot: share of the program's time by which a change may hurt in the beginning.
-        cold: the same in the end.
+        rounds: number of changes to try.
+        hot: initial temperature, as a share of the program's time.
+        cold: final temperature, as a share of the program's time.
     """
 
     rounds: Annotated[int, Ge(1), Le(10**7)] = 20_000

@@ -27,10 +27,10 @@ _Replay = Callable[[np.ndarray], tuple[np.ndarray, int]]
 
 @part
 class GreedyMapper:
-    """Most saved time per byte and slot first, with retries that evict; quick and never random.
+    """Greedy by saved time per byte and slot, with retries that evict; fast and deterministic.
 
     Args:
-        retries: how many cheaper candidates one may push out, one after the other.
+        retries: largest number of cheaper candidates that one may evict, one after another.
     """
 
     retries: Annotated[int, Ge(0), Le(64)] = 4

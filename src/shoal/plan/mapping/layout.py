@@ -43,7 +43,8 @@ class CopyTime:
     Args:
         slot: while which instruction runs; past the last one, after the end.
         ticks: of the slow memory.
-        decision: that asked for it; of a write, when data go from fast to slow memory.
+        decision: the decision that requested it; for a write, that of the copy from fast to slow
+            memory.
     """
 
     buffer: int

@@ -32,11 +32,11 @@ _SLACKS = (0.0, 1e-6, 1e-5, 1e-4)
 
 @part
 class Milp:
-    """The exact optimum by HiGHS; what others are held against where there are few decisions.
+    """The exact optimum by mixed-integer programming (HiGHS); the reference for small programs.
 
     Args:
-        most: decisions of the largest program that it takes.
-        seconds: after which it gives up.
+        most: largest number of decisions of a program.
+        seconds: time limit of the solver.
     """
 
     most: Annotated[int, Ge(1), Le(200)] = 25

@@ -96,7 +96,7 @@ class NetworkWeights:
         flat: all matrices [in + 1, out] in the order of use, the bias last, float32.
         hidden: width of the hidden layers.
         latent: width of a state.
-        discount: of a reward that is one decision later.
+        discount: discount of rewards per decision.
     """
 
     flat: np.ndarray
@@ -201,7 +201,7 @@ class Native:
         simulations: int,
         seed: int,
     ) -> None:
-        """Search anew, with the networks of today, from everything that was seen in a game."""
+        """Repeat the search with the current networks from all positions of a game."""
         self._code.mapping_reanalyse(
             *weights.passed(),
             simulations,

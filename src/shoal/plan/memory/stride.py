@@ -39,7 +39,7 @@ class UpdateRates(Value):
     Args:
         host: parameters that the host updates.
         device: parameters that the device updates.
-        convert: parameters that the host makes low-precision ones of.
+        convert: parameters per second that the host converts to low precision.
         link: fp32 words that the link carries, each way.
         push: words by which a new parameter goes to the device: a half where it is bf16 there.
         duplex: both ways at one time.
@@ -67,7 +67,7 @@ class UpdatePattern(Value):
 
     Args:
         groups: sub-groups, in order.
-        stride: one of so many is updated elsewhere than the others; :data:`HOST_ONLY` for none.
+        stride: one in ``stride`` sub-groups is updated on the device; :data:`HOST_ONLY` for none.
         mirrored: the one is the host's and the others are the device's.
         residents: last sub-groups whose state stays on the device for ever.
     """

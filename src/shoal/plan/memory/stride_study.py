@@ -29,14 +29,14 @@ class StrideStudy:
         shoal explain stride --host 1.5e9 --device 25e9 --link 12e9 --residents 4 -o json
 
     Args:
-        host: parameters that the host updates, in a second.
-        device: parameters that the device updates.
-        link: fp32 words of the link, each way, in a second.
-        convert: parameters that the host makes low-precision ones of.
-        parameters: of this rank.
+        host: parameters per second that the host updates.
+        device: parameters per second that the device updates.
+        link: fp32 words per second of the link in each direction.
+        convert: parameters per second that the host converts to low precision.
+        parameters: parameters of this rank.
         sub_group: parameters of a sub-group.
         residents: sub-groups that stay on the device.
-        half_duplex: one way at a time on the link.
+        half_duplex: the link transfers in one direction at a time.
     """
 
     machine: ClassVar = None

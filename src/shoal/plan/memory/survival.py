@@ -28,7 +28,7 @@ class Survival(Value):
         nodes: of the job, one member of a group on each.
         group: nodes of a group.
         losses: nodes of a group that may fail.
-        mtbf_h: mean life of a node, hours.
+        mtbf_h: mean time between failures of a node, hours.
         shape: of the Weibull distribution; 1 for failures without memory, less for nodes that
             mostly fail early.
     """

@@ -17,8 +17,8 @@ from shoal.plan.memory.survival import SaveLevel, Survival, sampled
 class SurvivalStudy:
     """Compute the survival probability of in-memory checkpoints, and the optimal interval of saves.
 
-    Lives of nodes are Weibull; the formula is compared with simulated jobs. The shares of
-    time lost compare snapshots in memory with saving to storage alone.
+    The lifetimes of nodes follow a Weibull distribution; the formula is compared with simulated
+    jobs. The shares of lost time compare in-memory snapshots with saving to storage alone.
 
     **Examples**
 
@@ -32,15 +32,15 @@ class SurvivalStudy:
         nodes: nodes of the job.
         group: nodes of a coding group.
         losses: nodes of a group that the code survives.
-        mtbf_h: mean life of a node, hours.
-        shape: of the Weibull distribution of lives.
+        mtbf_h: mean time between failures of a node, hours.
+        shape: shape of the Weibull distribution of lifetimes.
         hours: time without any replacement, hours.
         step_s: seconds of a step.
         memory_s: stall of a snapshot in memory, s.
         storage_s: stall of a save to storage, s.
-        restart_s: from a failure until it goes on, s.
-        read_s: more of it where storage is read, s.
-        repair_h: until a lost node is replaced, hours.
+        restart_s: time from a failure to the restart, s.
+        read_s: additional time if storage is read, s.
+        repair_h: time until a lost node is replaced, hours.
         trials: simulated jobs; 0 for none.
         seed: seed of the simulation.
     """

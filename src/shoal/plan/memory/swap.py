@@ -53,7 +53,7 @@ class SwapIteration(Value):
         optimizer_read: bytes that the optimizer reads from the disk.
         optimizer_written: bytes that it writes there.
         update_s: seconds that it computes.
-        always: bytes that are swapped whatever is chosen: the blocks' inputs.
+        always: bytes that are always swapped: the blocks' inputs.
         free_host: bytes of the host for what is swapped.
         down: bytes per second from device to host.
         up: from host to device.

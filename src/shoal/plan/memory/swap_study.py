@@ -21,7 +21,7 @@ _Bytes = Annotated[Size, Field(ge=1)]
 
 @part
 class SwapStudy:
-    """Choose how many bytes of activations are swapped, and how many recomputed.
+    """Choose how many bytes of activations are swapped and how many are recomputed.
 
     Nine amounts and the best, as `offload: fuyou` chooses it (Fuyou). The recomputation time per
     byte is assumed to fall linearly, from twice the mean to 0.
@@ -31,15 +31,15 @@ class SwapStudy:
         shoal explain swap --forward 1 --backward 2 --again 1 --activations 4GB --parameters 1e8
 
     Args:
-        forward: seconds that the forward pass computes.
-        backward: seconds that the backward pass computes.
-        again: seconds of computing all activations again.
+        forward: seconds of computation of the forward pass.
+        backward: seconds of computation of the backward pass.
+        again: seconds to recompute all activations.
         activations: bytes of activations, such as 116MiB.
-        parameters: all state is on the disk.
-        disk: bytes of the disk, each way, in a second.
-        link: bytes from device to host, and back, in a second.
-        host_free: bytes of the host for activations.
-        tensors: that activations are cut into.
+        parameters: number of parameters; all state is on the disk.
+        disk: byte/s of the disk in each direction.
+        link: byte/s between device and host in each direction.
+        host_free: bytes of host memory for activations.
+        tensors: number of tensors into which the activations are divided.
     """
 
     machine: ClassVar = None

@@ -29,12 +29,13 @@ from shoal.plan.paths.split import assign_phases
 
 @part
 class C4P:
-    """Explicit paths for all connections of all jobs; no link has more than one above the mean.
+    """Assign explicit paths to all jobs' connections; no link exceeds the mean by more than one.
 
     Args:
-        connections: of each flow and port, on a path each; weights can only move between them.
-        bad_below: links with less than this share of their bandwidth are left out, where a
-            leaf has better ones.
+        connections: number of connections of a flow and port, each with its own path; load moves
+            only among them.
+        bad_below: links below this share of their bandwidth are not used if the leaf has better
+            ones.
     """
 
     connections: Annotated[int, Ge(1), Le(1024)] = 1

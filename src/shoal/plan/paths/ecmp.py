@@ -16,14 +16,14 @@ from shoal.cost.network.flows import WITHIN, FlowPaths, Flows
 
 @part
 class ECMP:
-    """A random path for every connection: what switches do by default.
+    """Hash every connection to a random path, as switches do by default.
 
-    With bonded ports, hashes also choose the port that a connection leaves by and the leaf
-    that a spine sends it to, so that a receiver's ports are not balanced.
+    With bonded ports, hashes also choose the sending port and the leaf to which a spine forwards,
+    so a receiver's ports are not balanced.
 
     Args:
-        connections: of each flow, each with an equal share and a hash of its own; 0 is one
-            for each bonded port.
+        connections: number of connections of a flow, each with an equal share and its own hash; 0
+            is one for each bonded port.
     """
 
     connections: int = 0

@@ -29,10 +29,10 @@ _MOST_VARIABLES = 200_000
 
 @part
 class MinMaxLP:
-    """The least worst link by HiGHS, rounded to pieces: for fabrics with slow or broken links.
+    """Minimize the maximum link load by linear programming, for fabrics with degraded links.
 
     Args:
-        pieces: equal pieces of each flow (of each port), each on a path of its own.
+        pieces: number of equal pieces of each flow (of each port), each with its own path.
     """
 
     pieces: Annotated[int, Ge(1), Le(1024)] = 4

@@ -20,9 +20,9 @@ from shoal.plan.paths.greedy import least_loaded
 
 @part
 class OnArrival:
-    """As few equal pieces as spraying needs, each to the path least busy when its flow arrives.
+    """Split each flow into few equal pieces, each on the least loaded path at its arrival.
 
-    Flows arrive by their beginnings, and those of one moment in random order.
+    Flows arrive in the order of their start times; ties are in random order.
     """
 
     def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:

@@ -43,13 +43,13 @@ class PathsStudy:
         shoal explain paths topology.yaml --collective all_to_all --jitter 0.1 -o json
 
     Args:
-        fabric: a leaf-spine fabric, in YAML, over which the options go; or give a machine that
-            is described with a fabric.
-        leaves: leaf switches; 16 if nothing says.
+        fabric: a leaf-spine fabric, in YAML, which the options override; or give a machine with a
+            fabric.
+        leaves: leaf switches; 16 by default.
         hosts: ports of a leaf to hosts; 8.
         spines: spines, the uplinks of a leaf; 8.
-        rails: network cards of a node, each on a leaf of its own; 1.
-        ports: bonded ports of a card, each on a leaf of its own; 1.
+        rails: network cards of a node, each connected to a different leaf; 1.
+        ports: bonded ports of a card, each connected to a different leaf; 1.
         bandwidth: byte/s of a host; 50e9.
         uplink: byte/s of a link between leaf and spine; those of a host's port.
         broken: LEAF-SPINE that is down, or LEAF-SPINE=SHARE of its bandwidth.
@@ -59,9 +59,9 @@ class PathsStudy:
         ranks: ranks; one on every host if not given.
         placement: ranks on hosts, packed, strided or random.
         policy: ecmp, greedy, on_arrival, split, spray, lp, c4p or all.
-        jitter: beginnings are this share of a phase apart.
-        size_jitter: sizes differ by this share.
-        resolution: ends closer than this share of a phase count as one.
+        jitter: spread of the start times, as a share of a phase.
+        size_jitter: spread of the sizes, as a share.
+        resolution: flow ends closer than this share of a phase are treated as simultaneous.
         seed: seed of placement, hashes and jitter.
     """
 

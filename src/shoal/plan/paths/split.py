@@ -27,7 +27,8 @@ class SplitPaths:
     """Minimal splitting and an edge colouring: the congestion of ideal spraying, on single paths.
 
     Args:
-        pieces: of each flow; 0 takes the fewest that reach spraying's worst link.
+        pieces: number of pieces of a flow; 0 for the smallest number that reaches the maximum link
+            load of spraying.
     """
 
     pieces: int = 0

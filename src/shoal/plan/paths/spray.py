@@ -15,7 +15,7 @@ from shoal.plan.paths.common import pieces_of
 
 @part
 class Spray:
-    """Packets over all paths in turn, by what each can carry; order at the receiver is free."""
+    """Spread packets over all paths in proportion to their bandwidth, without ordering."""
 
     def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:
         """All spines for every flow that leaves its leaf."""

@@ -102,7 +102,7 @@ def copies(work: Work, machine: Machine, slots: int, again: Again = "off") -> Es
 def moves(work: Work, machine: Machine, every: int) -> Estimate:
     """Of experts that get other owners after ``every`` steps, as a share of each step.
 
-    As if owners were drawn anew: of a rank's experts, one in ``ep`` stays.
+    Assumes random new owners: of a rank's experts, one in ``ep`` stays.
     """
     job, shape = work.job, work.shape
     split = job.parallel

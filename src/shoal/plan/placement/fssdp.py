@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 @part
 class FSSDP:
-    """Copies of popular experts until the busiest device has hardly more than the mean.
+    """Replicate popular experts until the load of the busiest device is near the mean.
 
     Args:
-        slots: copies that a device has room for, in every layer.
-        slack: of the busiest device over the mean, at which no more copies are made; and what the
-            owner with the most to send must gain for owners to change.
+        slots: expert copies that a device holds, in every layer.
+        slack: excess of the busiest device over the mean at which replication stops, as a share;
+            also the smallest gain of the owner with the most to send for which owners change.
         rematerialize: drop copies after the forward pass and gather them again before the backward
-            pass; auto for layers where that is hidden behind what else is computed.
-        resharding_every: steps after which owners are chosen anew; None for never.
+            pass; auto for layers where computation hides the gathering.
+        resharding_every: steps between two choices of the owners; None for never.
     """
 
     slots: Annotated[int, Ge(0)] = 2

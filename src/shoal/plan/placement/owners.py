@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @part
 class Owners:
-    """Experts in order, as many on every device, all the time.
+    """Experts in order, equally many on every device, in every step.
 
     Source: Lepikhin et al., GShard, 2020.
     """
@@ -34,7 +34,7 @@ class Owners:
         yield cls()
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Nothing: what travels to experts is priced with their grid."""
+        """No cost: the exchange of tokens is priced with the grid."""
         return copies(work, machine, 0)
 
     def owners(self, expected_E: Floats, devices: Devices, now_E: Ints | None = None) -> Ints:

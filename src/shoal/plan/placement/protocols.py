@@ -67,11 +67,11 @@ class LinkBudget:
 
 
 class ExpertPlacer(Protocol):
-    """Decides from expected loads alone: what a step really routes is not known before its gate."""
+    """Decides from expected loads alone; the routing of a step is unknown before its gate."""
 
     @property
     def every(self) -> int:
-        """Steps after which the owners are chosen anew; 0 for never."""
+        """Steps between two choices of the owners; 0 for never."""
 
     @property
     def slots(self) -> int:
@@ -114,7 +114,7 @@ class LoadForecast:
 
     Args:
         experts: how many, E.
-        keep: weight of what was known before a step.
+        keep: weight of the previous estimate.
     """
 
     def __init__(self, experts: int, keep: float = 0.7) -> None:

@@ -43,7 +43,7 @@ class Routes:
     Args:
         passes: by micro-batch, in order of time.
         optimal: no other plan ends earlier.
-        expanded: nodes of the constraint tree that were looked at.
+        expanded: number of visited nodes of the constraint tree.
     """
 
     passes: tuple[tuple[RoutePass, ...], ...]

@@ -46,8 +46,8 @@ class RouteTask(Value):
         head_s: the output layer's forward pass; its backward takes twice as long.
         boundary_bytes: activations of a micro-batch between stages.
         sync_bytes: gradients of a stage.
-        in_flight: micro-batches that a node holds at most, where it does not say so itself;
-            None takes the number of stages.
+        in_flight: largest number of micro-batches of a node without its own limit; None for the
+            number of stages.
         sizes: nodes of each stage; None shares them by what the stages have to do.
         effort: nodes of the constraint tree, and attempts to improve a plan.
         seed: of the searches.
@@ -95,7 +95,7 @@ class RoutePlan:
 
     Args:
         network: the nodes; node i is rank i.
-        task: what was asked.
+        task: the routing problem.
         stages: nodes of each stage.
         problem: what was solved, in ticks.
         tick_s: seconds of a tick.

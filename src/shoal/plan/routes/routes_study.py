@@ -52,7 +52,7 @@ class RoutesStudy:
         head: seconds of the output layer's forward pass.
         boundary_bytes: bytes of a micro-batch's activations between stages.
         sync_bytes: bytes of a stage's gradients.
-        effort: nodes of the search tree, and attempts to improve.
+        effort: nodes of the search tree and attempts at improvement.
         seed: seed of the searches.
     """
 

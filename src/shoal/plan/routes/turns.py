@@ -101,7 +101,7 @@ def _nodes(
 def scheduled(
     problem: RouteProblem, routes: Sequence[Sequence[int]], priority: Priority
 ) -> tuple[tuple[RoutePass, ...], ...] | None:
-    """Passes of given routes: whatever can begin first does, by priority where several can.
+    """Schedule the passes of given routes greedily by start time; priorities break ties.
 
     Args:
         problem: nodes and micro-batches.

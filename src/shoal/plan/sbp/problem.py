@@ -79,8 +79,8 @@ class OpGraph(Value):
     """Operations in an order in which they can be done.
 
     Args:
-        leaves: what is given.
-        ops: what is done.
+        leaves: inputs and parameters.
+        ops: operations, in order.
     """
 
     leaves: tuple[Leaf, ...]
@@ -176,8 +176,8 @@ class PlacementMove(Value):
         tensor: its name.
         source: placement that it has.
         target: placement that a user, or a pin, wants.
-        steps: what is done, in order: collective, and the placement after it.
-        bytes: that travel between ranks, all ranks together.
+        steps: pairs of collective and resulting placement, in order.
+        bytes: bytes sent between ranks, in total.
         collectives: steps that send; an exchange on two axes is worth three.
     """
 
@@ -198,7 +198,7 @@ class SbpPlan(Value):
         placements: tensor -> placement in which it is given or made, after its pin.
         results: operation -> placement that its signature makes, before its pin.
         moves: all boxing.
-        boxing_bytes: bytes that travel, all ranks together.
+        boxing_bytes: bytes sent between ranks, in total.
         flops: of the rank that computes most.
         memory_bytes: of the rank that holds most.
         seconds: boxing and computing.

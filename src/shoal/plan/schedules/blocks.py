@@ -21,7 +21,8 @@ PERIOD = 6
 class ScheduleBlock(NamedTuple):
     """When one rank does the passes of the first micro-batch, in units.
 
-    No two of the times may be equal modulo :data:`PERIOD`; weight gradients take what is left.
+    No two of the times may be equal modulo :data:`PERIOD`; weight gradients take the remaining
+    slots.
     """
 
     forward_lower: int

@@ -12,7 +12,7 @@ from shoal.plan.schedules.common import OneStage, check_numbers
 
 @part
 class GPipe(OneStage):
-    """Every rank holds the activations of all micro-batches when the backwards begin."""
+    """All forward passes, then all backward passes; activations of all micro-batches are held."""
 
     def build(self, pp: int, microbatches: int, vpp: int = 1) -> Schedule:
         """Backwards go from the last micro-batch to the first."""

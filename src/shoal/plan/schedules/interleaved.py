@@ -23,7 +23,7 @@ from shoal.plan.schedules.common import boundary_estimate, check_numbers, looped
 
 @part
 class InterleavedSchedule:
-    """Micro-batches go in groups of ``pp`` through one chunk after the other."""
+    """Groups of ``pp`` micro-batches pass through one chunk after another."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"groups_of_microbatches", "several_stages"})
     chunks: ClassVar[int | None] = None

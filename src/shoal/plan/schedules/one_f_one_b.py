@@ -17,7 +17,7 @@ from shoal.plan.schedules.common import OneStage, check_numbers
 
 @part
 class OneFOneB(OneStage):
-    """A rank's warm-up is as long as the stages behind it; then forward and backward alternate."""
+    """Warm-up forwards, one for each later stage; then forward and backward passes alternate."""
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:

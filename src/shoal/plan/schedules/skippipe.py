@@ -43,22 +43,22 @@ _FORWARD, _BACKWARD = 1000, 2000
 
 @part
 class SkipPipe:
-    """Routes that skip stages, the ranks being nodes of a network or all alike.
+    """Micro-batches skip stages, on a network of heterogeneous nodes or on equal ranks.
 
     Args:
         keep: stages that a micro-batch visits, stage 0 included; None for all.
-        of: stages of the model; None for one on each rank. With fewer stages than ranks some
-            ranks hold the same stage, and average its gradients.
+        of: stages of the model; None for one on each rank. With fewer stages than ranks, several
+            ranks hold the same stage and average its gradients.
         swap: a micro-batch may visit two neighbouring stages in reverse order.
-        network: file of a network (see ``shoal explain routes``), node i being rank i; without one
-            links are free and ranks alike.
-        forward_s: on a network, a stage's forward pass on a node of speed 1.
-        backward_s: on a network, its backward pass.
-        head_s: on a network, the output layer's forward pass.
-        boundary_bytes: on a network, activations of a micro-batch between stages.
-        sync_bytes: on a network, gradients of a stage.
-        most_in_flight: micro-batches whose activations a rank holds at most; None for the number of
-            stages, as 1F1B.
+        network: file of a network (see ``shoal explain routes``), in which node i is rank i; by
+            default links take no time and ranks are equal.
+        forward_s: on a network, s of a stage's forward pass on a node of speed 1.
+        backward_s: on a network, s of its backward pass.
+        head_s: on a network, s of the output layer's forward pass.
+        boundary_bytes: on a network, bytes of a micro-batch's activations between stages.
+        sync_bytes: on a network, bytes of a stage's gradients.
+        most_in_flight: largest number of micro-batches whose activations a rank holds; None for the
+            number of stages, as in 1F1B.
         effort: nodes of the solver's tree, and attempts to improve a plan.
         seed: of the solver.
     """

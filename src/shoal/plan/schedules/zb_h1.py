@@ -21,7 +21,7 @@ from shoal.plan.schedules.common import OneStage, check_numbers, looped
 
 @part
 class ZeroBubbleH1(OneStage):
-    """1F1B whose weight gradients wait for the end of the pipeline's slope."""
+    """1F1B that computes weight gradients later, to fill the bubble at the end."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"splits_backward"})
 

@@ -16,7 +16,7 @@ from shoal.plan.schedules.common import VShaped, check_numbers, vee
 
 @part
 class ZeroBubbleV(VShaped):
-    """Forwards down, forwards up, and both backwards as early as they can be."""
+    """A V-shaped placement of two chunks per rank; backward passes run as early as possible."""
 
     def build(self, pp: int, microbatches: int, vpp: int = 2) -> Schedule:
         """The order of a full pipeline, less the micro-batches that there are not."""

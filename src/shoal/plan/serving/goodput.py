@@ -38,12 +38,12 @@ _FIRST_BACK = 0.03
 
 
 class Slo(Value):
-    """What requests shall meet.
+    """Latency targets of requests.
 
     Args:
         ttft: most s to the first token.
         tpot: most s a token after it, on average over a request.
-        share: of the requests that must meet both.
+        share: share of the requests that must meet both.
     """
 
     ttft: PositiveFloat
@@ -119,7 +119,7 @@ def _load(one: ServedRequest, arrival: Arrival, now: float, slo: Slo) -> float:
 
 
 class Goodput:
-    """Rates of one setting, each simulated once, as far as what is asked of it needs.
+    """Lazily simulated rates of one setting; each rate is simulated once.
 
     Args:
         serve: arrivals -> the simulation that serves them.

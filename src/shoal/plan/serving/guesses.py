@@ -50,7 +50,7 @@ def predicted_costs(
 
     Raises:
         ConfigError: the model is unknown.
-        MachineError: the machine lacks a rate that is needed.
+        MachineError: the machine has no value for a required rate.
     """
     cost = predicted_step_cost(machine, resolve(model), precision, threads)
     return RowCosts(

@@ -27,7 +27,7 @@ class DraftOption:
         layers: M.
         nbytes: of its weights, the copies of embedding and head, and its cache.
         level_s: s of one level of a tree there.
-        right: how often its guesses are right, by level and rank, as its calibration has it.
+        right: acceptance rates by level and rank, from its calibration.
         name: distinguishes it from another of as many layers.
     """
 
@@ -51,7 +51,7 @@ class HeterogeneousPlacement(NamedTuple):
         nodes: of a tree.
         target_layers: L, first layers of the target that lie on the small device too.
         tokens: expected of a round.
-        draft_s: s of a round's guesses.
+        draft_s: s of drafting per round.
         link_s: s on the way.
         verify_s: s of the target's step, on both devices.
         link_bytes: on the way in a round, both directions, expected.
@@ -84,14 +84,14 @@ class Heterogeneous:
         memory_cap: bytes of the small device.
         link_s: s that a message takes besides its bytes.
         link_bytes_per_s: of the way between both.
-        overlap: the drafter goes on from its best path while the target verifies. Where it was
-            right, the next guesses take only what verifying them did not hide.
+        overlap: the drafter continues from its best path while the target verifies. If this path is
+            accepted, drafting adds only the time that verification did not hide.
         round_s: s of a round beside all of these, such as waking up and walking a tree.
         num_layers: of the target.
         layer_bytes: of one of its layers with its cache.
-        layer: s of a step of one of its layers on the small device, by its rows; None leaves the
-            target on the host whole.
-        head_s: of a step on the host, what is not of the target's layers.
+        layer: s of a step of one target layer on the small device, by rows; None keeps all of the
+            target on the host.
+        head_s: s of a step on the host outside the target's layers.
     """
 
     verify: VerificationCost

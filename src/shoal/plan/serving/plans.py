@@ -83,7 +83,7 @@ def plan_serve(
     Raises:
         ModelError: there is no such model.
         PlanError: a limit that the model or the workload cannot keep.
-        MachineError: the machine lacks a rate that is needed.
+        MachineError: the machine has no value for a required rate.
         DataError: a trace that cannot be read.
         ConfigError: an option of a part is wrong.
     """
@@ -185,7 +185,7 @@ def competing(
     """A plan among those that compete with it, best first.
 
     Args:
-        job: as it was asked for.
+        job: the requested job.
         asked: its plan.
         drafters: directories of drafters that may guess.
         divide: other splits over the machine's devices compete, too.

@@ -47,7 +47,7 @@ class SmallDevice:
         precision: fp32 or bf16, of weights, cache and states.
         places: tokens of the longest request, for which the caches have room; whole blocks.
         depth: levels of a tree.
-        breadth: nodes that each level goes on from.
+        breadth: nodes of each level that are expanded.
     """
 
     machine: Machine
@@ -84,7 +84,7 @@ class SmallDevice:
         """A drafter with predicted times.
 
         Raises:
-            MachineError: the machine lacks a rate that is needed.
+            MachineError: the machine has no value for a required rate.
         """
         part = table("drafter").build(Choice(name="dovetail", options={"layers": layers}))
         dense = min(layers, self.shape.num_dense_layers)

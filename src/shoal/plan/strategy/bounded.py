@@ -70,8 +70,8 @@ def best_of(
         syncs: parts of kind ``sync`` that are searched beside the job's own.
 
     Raises:
-        PlanError: the stated split is not legal, the machine lacks what the objective needs, or the
-            job's engine can run no plan.
+        PlanError: the given parallelism is invalid, the machine has no value that the objective
+            needs, or the job's engine can run no plan.
     """
     space = list(families(job, machine, shape, syncs))
     if space:

@@ -74,12 +74,11 @@ class Galvatron:
     """A strategy for each layer, by dynamic programming.
 
     Args:
-        keep: plans handed back, best first.
-        memory_gib: memory per rank that may be filled; by the machine if not given.
-        units: in how many units a stage's memory is counted, beyond what its layers need at
-            least.
-        layouts: combinations of degrees that are kept for the layers of a stage: the fastest
-            ones, and the two that need the least memory.
+        keep: number of plans returned, best first.
+        memory_gib: memory budget of a rank in GiB; that of the machine if not given.
+        units: number of units into which a stage's memory above its minimum is discretized.
+        layouts: number of combinations of parallelism degrees considered for the layers of a stage:
+            the fastest ones, and the two that need the least memory.
         runnable: only plans that this version can run.
     """
 

@@ -37,11 +37,11 @@ _MOST_MOVES = 64
 
 
 class StageSolution(NamedTuple):
-    """What was found for one number of stages and one micro-batch.
+    """The result for one number of stages and one micro-batch size.
 
     Args:
         plan: stages and strategies; None where no stage layout fits.
-        seconds: of a step by the closed form; infinite where nothing fits.
+        seconds: s of a step by the closed form; infinite if nothing fits.
         stages: costs of the stages.
         missing_bytes: where nothing fits, by how much the fullest stage misses.
         stage: its number.

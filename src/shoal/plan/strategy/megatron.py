@@ -40,13 +40,13 @@ from shoal.plan.strategy.space import (
 
 @part
 class MegatronPlanner:
-    """A plan by the paper's take-aways.
+    """Choose a plan by the three take-aways of the Megatron-LM paper.
 
     Args:
-        bubble: pipelines that would be idle for a larger share of their work get more stages a
-            rank, as few as bring it below this.
-        largest_vpp: most stages of one rank.
-        keep: plans handed back, best first.
+        bubble: largest ratio of idle time to work of a pipeline; above it, the number of stages per
+            rank rises until the ratio is below.
+        largest_vpp: largest number of stages per rank.
+        keep: number of plans returned, best first.
     """
 
     bubble: Annotated[float, Gt(0), Le(1)] = 0.1

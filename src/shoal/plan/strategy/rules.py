@@ -32,10 +32,10 @@ from shoal.plan.strategy.space import candidates, legal_parallel, most_ranks, no
 
 @part
 class RulesPlanner:
-    """A plan by rules of thumb; it prices few plans and shows what a search adds.
+    """Choose a plan by rules of thumb, pricing few plans; a baseline for the search.
 
     Args:
-        largest_microbatch: sequences of a micro-batch are not raised beyond this.
+        largest_microbatch: largest number of sequences of a micro-batch.
         bubble: largest share of a step that the pipeline's bubble may take.
     """
 

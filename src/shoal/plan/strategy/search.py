@@ -24,16 +24,16 @@ BEST = {"time": "fastest", "cost": "cheapest", "energy": "thriftiest"}
 
 @part
 class SearchPlanner:
-    """Price all legal splits, shards, micro-batches and recomputations; the default.
+    """Price all valid parallelism configurations, micro-batches and recomputations; the default.
 
     Args:
-        keep: plans handed back, best first.
-        offload: ways beyond the device's memory that are searched too: names of parts of kind
-            ``offload`` or ``activation``, ``none`` for everything on the device, or auto for all;
-            empty takes the job as it is.
-        sync: parts of kind ``sync`` that are searched too, names or auto for all that may be
-            proposed. Other than in every step ranks compute another run than one process would,
-            so none is searched unless it is asked for.
+        keep: number of plans returned, best first.
+        offload: offloading methods to search: names of parts of kind ``offload`` or ``activation``,
+            ``none`` for no offloading, or ``auto`` for all of them; empty keeps the job's own
+            choice.
+        sync: parts of kind ``sync`` to search: their names, or ``auto`` for all that may be
+            proposed. Synchronizing less than every step changes the result of training, so by
+            default none is searched.
     """
 
     keep: Annotated[int, Ge(1), Le(10_000)] = 10

@@ -25,7 +25,7 @@ from shoal.plan.topology.groups import DegreeGrid, Group, groups
 
 
 class IterationCosts(NamedTuple):
-    """What a job's passes take on a device of the first cluster, and what travels.
+    """Times of a job's passes on a device of the first cluster, and bytes of its messages.
 
     Args:
         forward_s: of one block, one micro-batch, its tensor parallelism included.

@@ -40,7 +40,7 @@ _BRUTE = 8
 
 
 class RankOrder(NamedTuple):
-    """Ranks on devices, and what a step takes.
+    """An assignment of ranks to devices, and its step time.
 
     Args:
         devices: by rank, its device.

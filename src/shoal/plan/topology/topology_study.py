@@ -25,7 +25,7 @@ _AXES = ("tp", "dp", "pp")
 class TopologyStudy:
     """Arrange ranks so that gradients are summed inside clusters and only pipelines cross them.
 
-    Orders of clusters and degrees are simulated, and layers cut by the speed of each stage's
+    Simulates orders of clusters and degrees, and divides layers by the speed of each stage's
     devices. The settings of a training job are saved as job.yaml.
 
     **Examples**
@@ -44,7 +44,7 @@ class TopologyStudy:
         seq_len: tokens of a sequence.
         global_batch: sequences of a step.
         microbatch: sequences of a forward pass.
-        alpha: how many more layers faster stages get than their share.
+        alpha: factor on the share of layers of faster stages.
         overlap: sum gradients behind the passes around the update.
     """
 

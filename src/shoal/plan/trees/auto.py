@@ -16,12 +16,13 @@ from shoal.plan.trees.common import tree_of
 class AutoTree:
     """Nodes by the probability that they are accepted, from the drafter's own calibration.
 
-    A node's value is the product of the shares along its path, and the expected number of
-    tokens is one and the sum of the values. Values fall along every path and with every rank, so
-    taking the best node at hand each time gives the best tree of every size.
+    A node's value is the product of the acceptance rates along its path; the expected number of
+    tokens is one plus the sum of the values. Values decrease along every path and with every rank,
+    so greedy selection gives the best tree of every size.
 
     Args:
-        nodes: at most so many; how many of them a step verifies follows from what rows cost.
+        nodes: largest number of nodes; how many of them a step verifies follows from the cost of
+            rows.
 
     Source: Cai et al., Medusa, 2024, section 2.3.3 (sparse tree).
     """

@@ -12,11 +12,11 @@ from shoal.plan.trees.common import tree_of
 
 @part
 class Cartesian:
-    """All combinations of the best guesses of each level, level by level.
+    """All combinations of the best candidates of each level.
 
     Args:
-        widths: guesses of each level, from the root on; their tree has
-            ``w1 + w1 w2 + w1 w2 w3 + ...`` nodes.
+        widths: candidates of each level, from the root; the tree has ``w1 + w1 w2 + w1 w2 w3 +
+            ...`` nodes.
 
     Source: Cai et al., Medusa, 2024, section 2.1.2.
     """

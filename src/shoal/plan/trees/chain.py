@@ -13,10 +13,10 @@ from shoal.plan.trees.common import tree_of
 
 @part
 class ChainTree:
-    """One path of best guesses.
+    """A single path of the best candidates.
 
     Args:
-        depth: its length; 0 for all that the drafter looks ahead.
+        depth: length of the chain; 0 for the drafter's depth.
 
     Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023.
     """

@@ -41,14 +41,14 @@ _GAIN = 1.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCosts:
-    """Seconds of a step by its rows, measured at some numbers of them and straight between.
+    """Step time as a function of the number of rows, linear between measured points.
 
     Args:
         seconds: of a step of each of these.
-        draft_s: s of the guesses of a step, however many requests guess.
+        draft_s: s of drafting per step, independent of the number of requests.
         draft_request_s: s of each request more.
-        draft_less: (nodes, s), rising: so much less is drafted for a tree of so few nodes, as by
-            a drafter that makes its guesses one after the other.
+        draft_less: (nodes, s) in ascending order: time saved by trees of fewer nodes, as with an
+            autoregressive drafter.
     """
 
     rows: tuple[int, ...]
@@ -120,12 +120,12 @@ class RowCosts:
 
 @dataclass(frozen=True, slots=True)
 class PredictedRows:
-    """The same predicted: rows of a step by its cost, guesses by reading the drafter's weights.
+    """Predicted costs: rows by the cost of a step, drafting by reading the drafter's weights.
 
     Args:
         cost: seconds of a step.
         context: tokens that a request has, on average.
-        guess_s: s of the guesses of a step.
+        guess_s: s of drafting per step.
     """
 
     cost: StepCost
@@ -140,7 +140,7 @@ class PredictedRows:
 
 
 class FixedDrafting:
-    """As many nodes as were asked for, whatever they cost; for comparisons and tests.
+    """A fixed number of nodes; for comparisons and tests.
 
     Args:
         count: nodes of every tree.
@@ -160,12 +160,12 @@ class FixedDrafting:
 
 
 class ProfitableDrafting:
-    """Guesses while they give more tokens per second than plain decoding.
+    """Drafts only if this gives more tokens per second than plain decoding.
 
     Args:
-        expected: tokens that a step is expected to give one request with 0, 1, ... nodes.
-        cost: seconds of steps and of guesses.
-        fixed: so many nodes wherever guessing pays; None for the number that pays best.
+        expected: expected tokens per step and request with 0, 1, ... nodes.
+        cost: seconds of steps and of drafting.
+        fixed: number of nodes if drafting pays off; None for the best number.
     """
 
     # ``worth``: accepted tokens over those hoped for from the same trees. ``share``: of requests

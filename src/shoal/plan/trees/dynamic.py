@@ -38,7 +38,8 @@ class StateTree:
     """The tree of one state.
 
     Args:
-        spec: its candidates; the best ones, of no more levels than the state has guesses.
+        spec: its candidates, the best ones, with at most as many levels as the state has
+            predictions.
         prompts: prompt tokens below the root and below each candidate.
         last: probability that the root, or each candidate, is the last one accepted.
     """
@@ -59,7 +60,7 @@ class StateTree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dynamic:
-    """The trees of all states, none of which has more than so many rows.
+    """The trees of all states, with a limit of rows.
 
     Args:
         rows: N, root, candidates and prompt rows together.
@@ -159,10 +160,10 @@ def kept_prompts(last: np.ndarray, worth: np.ndarray, room: int) -> np.ndarray:
 
 
 class DynamicTrees:
-    """Dynamic trees of every number of rows, each made when it is asked for.
+    """Dynamic trees for every number of rows, created on demand.
 
     Args:
-        calibration: how often the guess of every prompt is right; its levels are m.
+        calibration: acceptance rates of every prompt token; it has m levels.
         tree: which candidates are the best ones.
         ensemble: rows of a prompt token.
         most: rows of a tree.

@@ -13,13 +13,13 @@ from shoal.plan.trees.auto import AutoTree
 
 @part
 class Hardware:
-    """As ``auto``, in rows: an engine measures what they cost as it starts, and takes what pays.
+    """As ``auto``, with a limit of rows: the engine measures their cost when it starts.
 
-    A drafter that asks as it verifies (``ppd``) has a tree of this for every state, and its
-    prompt tokens are rows too.
+    A drafter whose prompt tokens are in the verified step (``ppd``) has one tree per state, and its
+    prompt tokens count as rows.
 
     Args:
-        rows: N, at most so many, the root included.
+        rows: largest number of rows N, including the root.
 
     Source: Chen et al., Hardware-Aware Parallel Prompt Decoding, 2024, section 3.3.
     """

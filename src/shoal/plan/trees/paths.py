@@ -10,10 +10,10 @@ from shoal.plan.trees.common import tree_of
 
 @part
 class PathTree:
-    """Nodes by hand: ``[[0], [1], [0, 0]]`` verifies two guesses of the first token and one after.
+    """Explicit nodes: ``[[0], [1], [0, 0]]`` verifies two first tokens and one second token.
 
     Args:
-        paths: of the nodes, each behind the path that it goes on from. Where few rows pay, the
+        paths: paths of the nodes, each after the path that it extends. Where few rows pay off, the
             first ones are verified.
 
     Source: Cai et al., Medusa, 2024, section 2.1.2.

@@ -59,10 +59,10 @@ class Bayes:
     """Expected improvement with failures; the default.
 
     Args:
-        starts: random trials before the surrogate is asked; more while all of them fail.
-        surrogate: gp (a Gaussian process), or forest (needs scikit-learn).
-        parallel: trials that run at a time, in threads.
-        explore: improvement below this share of the values' spread is none.
+        starts: number of random trials before the surrogate is used; more while all of them fail.
+        surrogate: gp (Gaussian process) or forest (random forest; requires scikit-learn).
+        parallel: number of trials that run concurrently, in threads.
+        explore: smallest improvement that counts, as a share of the spread of the values.
     """
 
     starts: Annotated[int, Ge(2)] = 16

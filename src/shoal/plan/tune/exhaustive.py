@@ -14,10 +14,10 @@ from shoal.plan.tune.protocols import Objective, Progress, SearchSpace, Trial, T
 
 @part
 class Exhaustive:
-    """The true optimum; ``trials`` limits nothing.
+    """Try every configuration; ``trials`` has no effect.
 
     Args:
-        most: configurations beyond which it refuses.
+        most: largest number of configurations; more raise an error.
     """
 
     most: Annotated[int, Ge(1)] = 3000

@@ -31,11 +31,12 @@ from shoal.plan.tune.protocols import (
 
 @part
 class Halving:
-    """For many configurations and little time.
+    """Successive halving: short trials of many configurations, longer trials of the best ones.
 
     Args:
-        factor: one of so many goes on to a share so many times as large.
-        least: the first share, above 0 to 1.
+        factor: one in ``factor`` configurations is kept, and its share of a full trial grows by
+            ``factor``.
+        least: share of a full trial in the first round, in (0, 1].
     """
 
     factor: Annotated[int, Ge(2)] = 3

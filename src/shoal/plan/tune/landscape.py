@@ -50,7 +50,7 @@ class Landscape:
     Args:
         space: what could be chosen.
         samples: positions on the axes -> measurements, each above 0.
-        failed: positions that failed: worse than whatever worked.
+        failed: positions that failed; they rank below all others.
     """
 
     space: SearchSpace

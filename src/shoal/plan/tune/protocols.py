@@ -177,7 +177,7 @@ Objective = Callable[[Config], TrialOutcome | float]
 
 @runtime_checkable
 class PartialObjective(Protocol):
-    """An objective that can be asked for less than a whole measurement."""
+    """An objective that supports partial measurements."""
 
     def part(self, config: Config, share: float) -> TrialOutcome:
         """What the configuration gives in this share of a measurement, above 0 to 1."""

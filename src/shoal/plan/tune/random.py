@@ -21,7 +21,7 @@ from shoal.plan.tune.protocols import (
 
 @part
 class Random:
-    """What any other tuner must beat."""
+    """Draw configurations uniformly at random; the baseline of the other tuners."""
 
     def tune(
         self,

@@ -22,7 +22,7 @@ from shoal.core.errors import require
 
 @dataclass(frozen=True)
 class RepeatedMeasurements:
-    """What was measured again and again.
+    """Repeated measurements of configurations.
 
     Args:
         samples: every measurement.

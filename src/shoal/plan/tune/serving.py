@@ -184,7 +184,7 @@ class ServingObjective:
         limit_s: longest that one measurement may take.
         until: s on ``clock`` after which nothing is begun; None for no end.
         clock: returns s.
-        trials: what was measured so far.
+        trials: measurements so far.
     """
 
     runner: Measure

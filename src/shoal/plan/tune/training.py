@@ -69,7 +69,7 @@ class TrainingObjective:
 
     Args:
         model: the model, where the job does not name one that is known.
-        whole_flops: count what is computed again, as Megatron and DeepSpeed report it.
+        whole_flops: include recomputation, as Megatron and DeepSpeed report it.
     """
 
     job: TrainJob
@@ -107,7 +107,7 @@ class TrainingObjective:
         """The concrete job of a configuration; its batch follows from the split.
 
         Raises:
-            ConfigError: the configuration lacks an axis, or is no legal split.
+            ConfigError: the configuration has no value for an axis, or its parallelism is invalid.
             PlanError: the devices are not filled.
         """
         missing = [name for name in AXES if name not in config]

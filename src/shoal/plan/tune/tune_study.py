@@ -39,8 +39,8 @@ class TuneStudy:
         seq_len: tokens of a sequence.
         nodes: numbers of nodes to try, such as 12,16; all if not given.
         fix: axis=value[,value...], such as microbatch=1,2,4.
-        why: show what made the difference, by Shapley values.
-        weak: replicas, such as 2,4,6, to show how well the best one scales.
+        why: show the contribution of each axis, by Shapley values.
+        weak: numbers of replicas, such as 2,4,6, for the weak scaling of the best configuration.
         surrogate: of why: gp or forest.
         seed: seed of the search.
         top: trials to show.

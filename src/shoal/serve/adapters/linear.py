@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class AdapterRows:
-    """Whose each row of a step is.
+    """The adapter of each row of a step.
 
     Args:
         runs: (first row, behind the last, slot) of rows that have an adapter.

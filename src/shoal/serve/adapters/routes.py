@@ -43,7 +43,7 @@ class AdapterRoutes:
 
     Args:
         client: of the engine.
-        limits: what a request may ask for.
+        limits: limits of the options of a request.
         name: what the model is called in requests.
         places: where adapters may be read from.
     """
@@ -77,7 +77,7 @@ class AdapterRoutes:
         return await self._change("unload", request)
 
     async def merge(self, request: Request) -> Response:
-        """Put an adapter into the weights, until another model is asked for."""
+        """Merge an adapter into the weights until another model is requested."""
         return await self._change("merge", request)
 
     async def unmerge(self, request: Request) -> Response:

@@ -40,7 +40,7 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteServer:
-    """A server, and how it is asked.
+    """A server and the form of its requests.
 
     Args:
         url: its address, with or without ``/v1``.
@@ -48,8 +48,8 @@ class RemoteServer:
         key: what it wants in ``Authorization: Bearer``.
         chat: ask ``chat/completions``.
         text: send words in the place of token ids; a chat always does.
-        ignore_eos: ask for outputs of exactly the trace's lengths, which is an extension of
-            OpenAI's requests that most engines know.
+        ignore_eos: request outputs of exactly the trace's lengths, an extension of OpenAI's API
+            that most engines support.
         timeout_s: s after which a request counts as hung.
     """
 
@@ -165,7 +165,7 @@ class _WrongError(Exception):
 
 
 def served_model(remote: RemoteServer) -> RemoteModel:
-    """The model that a server is asked for: ``remote.model``, or the first that it lists.
+    """The name of the requested model: ``remote.model``, or the first that the server lists.
 
     Raises:
         ServeError: it lists no models, or not this one.

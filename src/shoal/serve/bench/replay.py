@@ -202,7 +202,7 @@ def run_plan(
 ) -> ServeReport:
     """Serve the workload of a plan, and keep plan and report in a directory and in the score.
 
-    The report's prediction is made anew, from a profile of the engine on this host.
+    The report's prediction is computed again from a profile of the engine on this host.
 
     Args:
         plan: what to serve.

@@ -105,7 +105,7 @@ class ShoalRunner:
 
 @dataclass(eq=False, kw_only=True)
 class MeasureProcess:
-    """Measures in a process of its own, which is killed where a measurement blocks.
+    """Measures in a separate process, which is killed if a measurement blocks.
 
     Args:
         make: makes the :class:`~shoal.plan.tune.serving.Measure` in that process; importable by

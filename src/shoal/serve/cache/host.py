@@ -183,7 +183,7 @@ class HostCopyHook(EngineHook):
 
     Args:
         mover: of this process; None where others move.
-        at_once: a step waits for all of its own transfers.
+        at_once: a step waits for all its transfers.
     """
 
     kind: ClassVar[str] = "host_copies"

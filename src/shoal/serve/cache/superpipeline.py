@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @part
 class SuperpipelineMemory:
-    """A window of blocks lies on the device and moves along the model; the others are loaded.
+    """Keep a window of k blocks on the device; the other blocks are loaded as the pass proceeds.
 
     Args:
-        k: blocks on the device; auto takes the smallest window that is fast enough, once a step
-            has been measured.
-        k_prime: blocks that are replaced at a time; half of k if not given.
-        device_budget: most bytes of weights on the device; no limit if not given.
-        goal: with auto, most time as a multiple of that with all blocks on the device.
-        bytes_per_s: speed of an emulated link; None copies as fast as the machine does.
+        k: blocks on the device; auto takes the smallest window that meets ``goal``, after one
+            measured step.
+        k_prime: blocks that are replaced at once; half of k if not given.
+        device_budget: largest number of bytes of weights on the device; no limit if not given.
+        goal: with auto, largest step time as a multiple of that with all blocks on the device.
+        bytes_per_s: byte/s of an emulated link; None to copy at the speed of the machine.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"moves_weights"})

@@ -45,7 +45,7 @@ class MemoryPart(Protocol):
 
 @part
 class Resident:
-    """All weights lie beside the processor that computes with them."""
+    """All weights are in the memory of the device that computes with them."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"weights_stay"})
 
@@ -55,14 +55,14 @@ class Resident:
 
 @part
 class PeerMemory:
-    """Some layers lie in a neighbour's memory and are copied before they are needed.
+    """Some layers are in the memory of another device and are copied before they are needed.
 
     Args:
-        fraction: of the layers that lie there.
-        slots: layers that the arena holds.
-        prefetch: copy while other layers are computed; otherwise when a layer is needed, which
-            is what prefetching is compared with.
-        bytes_per_s: speed of an emulated link; None copies as fast as the machine does.
+        fraction: share of the layers that are there.
+        slots: number of layers in the buffer.
+        prefetch: copy a layer during the computation of others; otherwise copy it when it is needed
+            (the baseline of prefetching).
+        bytes_per_s: byte/s of an emulated link; None to copy at the speed of the machine.
     """
 
     fraction: float = 0.3
@@ -121,7 +121,7 @@ class PeerPool:
     Args:
         model: for inference; its blocks are changed in place.
         layers: numbers of those that lie elsewhere, rising.
-        slots: layers that the arena holds.
+        slots: number of layers in the buffer.
         prefetch: copy before they are needed.
         bytes_per_s: of an emulated link.
         sleep: waits so many s.

@@ -133,7 +133,7 @@ class LendingHook(EngineHook):
         return self._lock
 
     def before_plan(self) -> None:
-        """Take in copies that have arrived, begin others, give back what is not used."""
+        """Accept finished copies, start others, and return unused blocks."""
         arrived = self._copies.over()
         with self._lock:
             for lend in arrived:
@@ -176,7 +176,7 @@ class LendingHook(EngineHook):
             lender.close()
 
     def settle(self) -> bool:
-        """Between steps: take in copies, give back what is not used; whether more are under way."""
+        """Between steps: finish copies and return unused blocks; True while copies are running."""
         try:
             self.before_plan()
         except LenderLostError as cause:

@@ -74,15 +74,15 @@ class DisaggEngine(EngineLike):
     """Requests in, tokens out, by several processes; see the module.
 
     Args:
-        job: what to serve; ``disagg`` says how many instances, unless ``colocated`` does.
+        job: the serving job; ``disagg`` has the number of instances, unless ``colocated`` is given.
         colocated: instances that each do both phases, in the place of ``disagg``.
-        pin: give each instance as many cores of its own as it has threads.
+        pin: pin each instance to as many cores as it has threads.
         hang_s: s of silence of an instance with open requests that end everything.
         recording: keep what each request moved in ``moved``, which grows.
 
     Raises:
-        ServeError: an instance cannot be started or cannot load the model, or the job asks for
-            what only planning knows.
+        ServeError: an instance cannot be started or cannot load the model, or the job has options
+            that only planning supports.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class DisaggEngine(EngineLike):
         return results
 
     def record(self, *, on: bool) -> list[tuple[StepSample, ...]]:
-        """The steps of each instance since recording began, which begins anew or ends.
+        """The steps of each instance since the start of the recording, which is restarted or ended.
 
         Their seconds are those of the whole turn of its loop. No request may be open.
         """
@@ -429,7 +429,7 @@ class DisaggEngine(EngineLike):
 
 
 def packed(request: Request) -> dict[str, Any]:
-    """What an instance receives of a request; the cache of another one is not at hand."""
+    """The form in which a request is sent to an instance, without another instance's cache."""
     return {**pack_request(request), "fork_of": None}
 
 

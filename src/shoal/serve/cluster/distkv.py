@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class EvenCost:
-    """A step's seconds when nothing was measured: weights once, then tokens and contexts."""
+    """Step time without measurements: weights once, then tokens and contexts."""
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
         """See :class:`~shoal.ir.engine.StepCost`; only ratios matter."""
@@ -51,7 +51,7 @@ class DistKVEngine(EngineLike):
 
     Args:
         cost: seconds of a step of an instance, for the placement of loans.
-        pin: give each instance as many cores of its own as it has threads.
+        pin: pin each instance to as many cores as it has threads.
         lend: False for instances that do not lend: each on its own.
 
     Raises:

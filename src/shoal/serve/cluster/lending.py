@@ -285,7 +285,7 @@ class _Session:
 
 
 class LenderClient:
-    """A lender, as a borrower sees it. Whatever fails is a :class:`LenderLostError`.
+    """The borrower's connection to a lender. Every failure is a :class:`LenderLostError`.
 
     Args:
         own: number of the borrower.

@@ -60,7 +60,7 @@ class Replica:
     """One replica: its process, and whether it takes requests.
 
     Args:
-        watch: how it is watched.
+        watch: its health checks.
         start_s: s that it may take to start.
     """
 

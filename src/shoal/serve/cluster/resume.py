@@ -84,7 +84,7 @@ class Progress:
         self.num_events = 0
 
     def again(self) -> None:
-        """Another replica begins the same answer anew."""
+        """Another replica restarts the same answer."""
         self._again = True
         for answer in self._answers.values():
             answer.text += "".join(answer.parts)

@@ -49,7 +49,7 @@ DECODES = PartTable(
         "diffusion": "shoal.serve.decode.diffusion.part:Diffusion",
         "hogwild": "shoal.serve.decode.hogwild.part:Hogwild",
     },
-    about="How tokens are decoded from scores. Chosen by the key `decode` of a serving job.",
+    about="How tokens are decoded from logits. Chosen by the key `decode` of a serving job.",
     protocol="shoal.serve.decode.protocols:DecodePart",
 )
 
@@ -61,7 +61,7 @@ HOGWILD_LAYOUTS = PartTable(
         "combined": "shoal.serve.decode.hogwild.combined:CombinedLayout",
     },
     about=(
-        "What a concurrent worker sees, and in which order. Chosen by `layout` of `decode: "
+        "What a concurrent worker attends to, in which order. Chosen by `layout` of `decode: "
         "hogwild` in a serving job."
     ),
     protocol="shoal.serve.decode.hogwild.protocols:HogwildLayout",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @part
 class Autoregressive:
-    """The next token from all before it; for every model but those of masked diffusion."""
+    """Predict the next token from all tokens before it; for all but masked-diffusion models."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"token_by_token"})
 

@@ -73,7 +73,7 @@ def speculative_runner(built: EngineBuilder, options: dict[str, Any]) -> Specula
 
 
 class SpeculationHook(EngineHook):
-    """Refuses what an acceptance rule cannot decide, and counts guesses."""
+    """Rejects requests that an acceptance rule does not support, and counts draft tokens."""
 
     kind: ClassVar[str] = "speculation"
 

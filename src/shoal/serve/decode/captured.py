@@ -79,7 +79,7 @@ class TreeRows(NamedTuple):
 
 
 class Recording:
-    """What a step of N rows of B requests is about, in memory that stays, and its tape."""
+    """Buffers of a step of N rows of B requests at fixed addresses, and its tape."""
 
     def __init__(self, requests: int, rows: int, width: int, like: Tensor) -> None:
         # token, position, slot, length, request, root, seen
@@ -123,7 +123,7 @@ class Recordings:
     Args:
         model: whole, in this process; its weights stay where they are.
         attention: kernel of ``paged_attention`` that reads trees.
-        longest: most tokens of a request, guesses included.
+        longest: largest number of tokens of a request, draft tokens included.
     """
 
     def __init__(

@@ -31,13 +31,13 @@ _PRIOR = 0.3
 
 @part
 class Ngram:
-    """The continuation of the latest place where the last tokens stood before; a chain.
+    """A chain: the continuation of the latest earlier occurrence of the last tokens.
 
     Args:
-        longest: tokens of the end that are looked for first.
-        shortest: fewest tokens that are looked for.
-        nodes: most guesses.
-        accept: which guesses hold.
+        longest: length of the longest suffix to search for.
+        shortest: length of the shortest suffix to search for.
+        nodes: largest number of draft tokens.
+        accept: how draft tokens are accepted.
     """
 
     longest: int = 4
@@ -100,9 +100,9 @@ class NgramDrafter:
     """The drafter that :class:`Ngram` builds.
 
     Args:
-        longest: tokens of the end that are looked for first.
-        shortest: fewest tokens that are looked for.
-        nodes: most guesses.
+        longest: length of the longest suffix to search for.
+        shortest: length of the shortest suffix to search for.
+        nodes: largest number of draft tokens.
     """
 
     needs: ClassVar[Needs] = "nothing"

@@ -22,7 +22,8 @@ class DecodePass:
     """One pass.
 
     Args:
-        nodes: that it gives; for each the place of what was read, its level of the pass and rank.
+        nodes: predicted nodes; for each the position that was read, its level in the pass and its
+            rank.
         chains: [E, k] nodes whose tokens it reads; empty for the first pass, which reads what is
             certain.
         parents: [E] the place of each in what the pass before read.

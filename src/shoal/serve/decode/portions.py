@@ -29,7 +29,7 @@ def _salted(request: Request, word: str) -> None:
 
 
 class StreamsHook(EngineHook):
-    """Computes each request by as many streams as it asks for."""
+    """Computes each request with its requested number of streams."""
 
     kind: ClassVar[str] = "streams"
 
@@ -52,7 +52,7 @@ class StreamsHook(EngineHook):
 
 
 class SharesHook(EngineHook):
-    """Computes each request with the share of the model that it asks for.
+    """Computes each request with its requested share of the model.
 
     Args:
         model: with feed-forward layers of two sizes, whose routers were trained.

@@ -45,7 +45,7 @@ class Branches:
         parent: row above each row; -1 for the root.
         depth: [N] rows between a row and the root, itself included.
         seen: [N] the rows that each sees, a bit each.
-        children: rows below each row, in the order of their guesses.
+        children: rows below each row, in the order of their candidates.
     """
 
     parent: tuple[int, ...]
@@ -71,7 +71,7 @@ def branches(parent: tuple[int, ...]) -> Branches:
 
 
 class PromptRows(NamedTuple):
-    """The last rows of a tree, where they are the drafter's own questions: no guesses of tokens.
+    """The last rows of a tree, if they are prompt tokens of the drafter instead of draft tokens.
 
     Args:
         inputs: [P, D] what is fed at these rows in place of the embedding of a token.
@@ -85,15 +85,15 @@ class PromptRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
-    """Guesses of one request.
+    """Draft tokens of one request.
 
     Args:
         tokens: [N] of every row; row 0 is the root, the last certain token. Rows that ask have -1,
             which is never accepted.
         shape: which row is below which.
-        q: row -> the drafter's probabilities [V] of what comes after it, where it drew the
-            children of this row from them; empty for guesses that were not drawn.
-        asking: rows behind all guesses that ask for the next ones.
+        q: row -> the drafter's probabilities [V] of the next token, from which the children of this
+            row were drawn; empty if they were not drawn.
+        asking: prompt-token rows after all draft tokens.
     """
 
     tokens: np.ndarray
@@ -142,10 +142,10 @@ class Path(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Guesses tokens; changes nothing but its own state.
+    """Proposes draft tokens; changes only its own state.
 
-    State belongs to the request object itself: one that was preempted is seen again
-    from its first token on, and one of which something is missing guesses nothing.
+    State belongs to the request object: a preempted request is processed again from its first
+    token, and a request with incomplete state gets no draft tokens.
     """
 
     needs: ClassVar[Needs]
@@ -166,7 +166,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Adjustable(Protocol):
-    """A drafter that can guess in several ways, such as with more or fewer passes.
+    """A drafter with several modes, such as more or fewer passes.
 
     What a way costs is measured when an engine starts, and the one that pays most is taken.
     """
@@ -180,7 +180,7 @@ class Adjustable(Protocol):
 
 @runtime_checkable
 class HostingDrafter(Protocol):
-    """A drafter in a process of its own that can compute the target's first layers there, too."""
+    """A drafter in a separate process that can also compute the target's first layers."""
 
     target_layers: int
     """how many of them it computes"""
@@ -195,7 +195,7 @@ class HostingDrafter(Protocol):
 
 
 class Acceptance(Protocol):
-    """A part of kind ``accept``: which guesses hold."""
+    """A part of kind ``accept``: how draft tokens are accepted."""
 
     lossless: ClassVar[bool]
 
@@ -219,10 +219,10 @@ class Acceptance(Protocol):
 
 
 class Speculator(Protocol):
-    """A part of kind ``speculative``: guesses for an engine.
+    """A part of kind ``speculative``: proposes draft tokens for an engine.
 
     Attributes:
-        accept: which guesses hold.
+        accept: how draft tokens are accepted.
     """
 
     @property

@@ -25,12 +25,12 @@ from shoal.serve.engine.token_choice import NOT_FINITE, choose_rows
 
 
 class SpeculativeRunner(LocalRunner):
-    """Computes steps as its base does, and lets decodes that have room guess.
+    """Computes steps as its base does, with draft tokens for decodes that have space.
 
     Args:
         recorded: computes steps of decodes alone by recordings; None computes all the same way.
-        **options: of :class:`~shoal.serve.engine.runner.LocalRunner`; a hook that replays
-            passes is for steps without guesses.
+        **options: of :class:`~shoal.serve.engine.runner.LocalRunner`; a hook that replays passes
+            applies to steps without draft tokens.
     """
 
     def __init__(

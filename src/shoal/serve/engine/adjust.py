@@ -35,7 +35,7 @@ _T = TypeVar("_T", bound=_OfRequest)
 
 
 class RequestHistory(Generic[_T]):
-    """What is known of the latest requests; what was forgotten is made again.
+    """Records of the latest requests; dropped ones are computed again.
 
     Args:
         make: from a request, as it is now.

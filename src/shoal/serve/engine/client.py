@@ -51,7 +51,7 @@ _STEADY_S = 60.0
 
 
 class EngineClient:
-    """Streams of outputs from an engine in a process of its own.
+    """Streams of outputs from an engine in a separate process.
 
     Args:
         job: what to serve.

@@ -88,7 +88,7 @@ class CrashHistory(ClientHook):
             self._met.popitem(last=False)
 
     def served(self, key: bytes) -> None:
-        """A request of this key was answered: whatever engines died of, it was something else."""
+        """A request of this key was answered, so it did not cause the crashes of engines."""
         self._met.pop(key, None)
 
     def check(self, key: bytes) -> None:

@@ -75,6 +75,6 @@ class Decoder:
                 ) from cause
             if not isinstance(message, dict):
                 raise ServeError(
-                    "message between server and engine is no JSON object; restart the server"
+                    "message between server and engine is not a JSON object; restart the server"
                 )
             yield message

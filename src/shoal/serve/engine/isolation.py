@@ -27,8 +27,8 @@ class _Checked(Protocol):
 class IsolationHook(EngineHook):
     """Ends requests that failed, and no others.
 
-    An unexpected error ends requests, once, and not the engine: those of a step that could not be
-    computed, all where planning or committing failed. The books are checked then.
+    An unexpected error fails requests instead of the engine: those of the failed step, or all if
+    planning or committing failed. The integrity of the cache is then checked.
     """
 
     kind: ClassVar[str] = "isolation"

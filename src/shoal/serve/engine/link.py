@@ -25,7 +25,7 @@ class ModelInfo:
         max_position: most tokens of a request, prompt and output.
         eos_ids: tokens that end a text.
         workers: most concurrent workers of a request, and those of one that does not say.
-        streams: parallel streams of the model, of which a request may ask for fewer.
+        streams: parallel streams of the model; a request may use fewer.
         shares: a request may take a share of the model.
     """
 

@@ -40,7 +40,7 @@ class Engine:
 
     Attributes:
         hooks: of all techniques, in their order.
-        facts: what clients may ask for, by all hooks.
+        facts: options that clients may request, from all hooks.
         answers: questions that are answered between two steps, by all hooks.
         last_chunks: of the last step that was planned.
     """

@@ -84,7 +84,7 @@ class EngineLike(Protocol):
     """What the process needs of an engine.
 
     Attributes:
-        facts: what clients may ask for: ``workers``, ``streams`` and ``shares`` of
+        facts: options that clients may request: ``workers``, ``streams`` and ``shares`` of
             :class:`~shoal.serve.engine.client.ModelInfo`, where they differ from its defaults.
         answers: questions that are answered between two steps.
     """

@@ -54,7 +54,7 @@ class FlatModel(Protocol):
 
 
 class FlatTokens:
-    """The tokens of a step side by side: what they are, where they stand and where they go."""
+    """The flattened tokens of a step: ids, positions and cache slots."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -108,8 +108,8 @@ class LocalRunner:
         cache: of the same dtype and device.
         attention: kernel of ``paged_attention`` for this cache; pages are copied without one.
         prompts: the same for chunks of prompts; they are computed one by one without.
-        exact: what a request gets does not depend on what else a step computes, bit for bit.
-        hooks: of techniques that act while a step is computed.
+        exact: the bits of a request's results do not depend on the rest of the batch.
+        hooks: hooks that run during a step.
         clock: s, for the duration of a step.
 
     Attributes:

@@ -33,7 +33,7 @@ _CLOSE = 1e-12
 def choose(
     logits_RV: Tensor, requests: Sequence[Request], scores_RV: Tensor | None = None
 ) -> tuple[list[int], dict[str, tuple[TokenInfo, ...]], list[int]]:
-    """The next token of every row, and the log probabilities that were asked for.
+    """The next token of every row, and the requested log probabilities.
 
     Args:
         logits_RV: scores of all tokens, by the model; log probabilities are theirs.

@@ -33,7 +33,7 @@ class TokenChoice:
     Args:
         tokens: request id -> its next token, for every request; of one in ``failed`` or
             ``errors`` any.
-        infos: request id -> log probabilities, where they were asked for.
+        infos: request id -> log probabilities, if requested.
         failed: request id -> why it cannot go on, which is its own fault.
         errors: request id -> why it cannot go on, which is not its fault.
     """

@@ -59,14 +59,13 @@ class ResponseBuilder:
         stops: strings that end the answer; they are no part of it.
         stop_ids: tokens that end it; they have no text.
         keep_stop: the string that ends the answer is part of it.
-        min_tokens: no string ends the answer before so many tokens.
+        min_tokens: smallest number of tokens before a stop string ends the answer.
         echo: the answer begins with its prompt. Its log probabilities are then those of all tokens,
             also of the one that ends the text.
         prompt_only: it has nothing else.
 
     Attributes:
-        prompt: log probabilities of the prompt's tokens, where they were asked for; the first token
-            has none.
+        prompt: log probabilities of the prompt's tokens, if requested; the first token has none.
     """
 
     def __init__(

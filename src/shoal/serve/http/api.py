@@ -113,7 +113,7 @@ def create_app(
         template: how chats become prompts.
         name: what the model is called in requests.
         access: who may call.
-        limits: what a request may ask for.
+        limits: limits of the options of a request.
         drain: closed while the server drains.
         provider: receives traces of requests; None for no traces.
         adapter_places: callers may load adapters from there, unload and merge them.
@@ -165,7 +165,7 @@ def protect(
         app: with the routes of :data:`ROUTES`.
         count: called with (route, status) of every request.
         access: who may call.
-        limits: what a request may ask for.
+        limits: limits of the options of a request.
         drain: closed while the server drains.
     """
     app.router.redirect_slashes = False

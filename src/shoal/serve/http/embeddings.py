@@ -51,7 +51,7 @@ class EmbeddingInputs:
         """The vector of a text in the wanted length and norm.
 
         Raises:
-            ApiError: fewer dimensions are there than were asked for.
+            ApiError: the vector has fewer dimensions than requested.
         """
         if self.dimensions is not None and self.dimensions > len(values):
             wrong("dimensions", self.dimensions, f"at most {len(values)}, as the model has")
@@ -102,7 +102,7 @@ def written(
     """The answer.
 
     Raises:
-        ApiError: fewer dimensions are there than were asked for.
+        ApiError: the vector has fewer dimensions than requested.
     """
     data = []
     for index, values in enumerate(vectors):

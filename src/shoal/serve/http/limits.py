@@ -9,7 +9,7 @@ from shoal.core.errors import ServeError, require
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """Caps on everything that a request can ask for.
+    """Limits of the options of a request.
 
     Args:
         body_bytes: largest body, B.

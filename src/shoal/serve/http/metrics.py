@@ -328,7 +328,7 @@ class Metrics:
         self._http.labels(self._model, route, str(status)).inc()
 
     def begin(self, prompt_tokens: int, max_tokens: int, n: int) -> Timer:
-        """An answer was asked for; the caller reports its outcome to the timer."""
+        """Count a new request; the caller reports its outcome to the timer."""
         self._prompt.inc(prompt_tokens)
         for name, value in (
             ("prompt_tokens", prompt_tokens),

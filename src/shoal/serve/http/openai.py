@@ -74,8 +74,8 @@ class ParsedRequest:
         stops: strings that end an answer.
         keep_stop: an answer has the string that ended it.
         ignore_eos: go on when the model ends the text.
-        priority: a smaller number goes first, where the scheduler looks at it.
-        model: the model that was asked for, or an adapter of it.
+        priority: smaller numbers run first, if the scheduler uses priorities.
+        model: the requested model, or an adapter of it.
         salt: cached prompts are shared only with requests of the same one.
         echo: begin each answer with its prompt.
         prompt_only: the answer is the prompt alone; one token is computed and left out.

@@ -320,7 +320,7 @@ def document(routes: tuple[tuple[str, str], ...], limits: HttpLimits, name: str)
 
     Args:
         routes: method and path of every endpoint.
-        limits: what a request may ask for.
+        limits: limits of the options of a request.
         name: what the model is called.
     """
     paths: dict[str, Any] = {}

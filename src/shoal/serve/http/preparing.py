@@ -22,7 +22,7 @@ class RequestPreparer:
     Args:
         text: tokenizer of the model.
         model: what the engine says about its model.
-        limits: what a request may ask for.
+        limits: limits of the options of a request.
 
     Attributes:
         eos_ids: tokens that end an answer.
@@ -65,7 +65,7 @@ class RequestPreparer:
 
         Args:
             param: the field that asks for the form.
-            ask: what was asked for.
+            ask: the request.
 
         Raises:
             ApiError: no token ends the text.
@@ -88,7 +88,7 @@ class RequestPreparer:
 
         Args:
             prefix: of its id.
-            ask: what was asked for.
+            ask: the request.
             prompts: each gets ``ask.best_of`` answers.
             stops: strings that end an answer besides those of the request.
 

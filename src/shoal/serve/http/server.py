@@ -56,7 +56,7 @@ class ServerOptions:
         key: what callers must send; None lets all users of this machine in.
         hosts: further names that ``Host`` may have.
         origins: web pages that may call.
-        limits: what a request may ask for.
+        limits: limits of the options of a request.
         grace_s: s that open answers get to end when the server is stopped; others get 503.
         traces: where to send traces, as http://localhost:4318; nowhere if not given.
         client: how patient to be with the engine.

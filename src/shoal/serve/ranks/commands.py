@@ -108,7 +108,7 @@ class CommandReader:
 
 
 class CommandQueue:
-    """Commands that have come, given out in the order of their tickets whatever order they came in.
+    """A queue that returns received commands in the order of their tickets.
 
     Args:
         capacity: most commands that wait here.

@@ -84,7 +84,7 @@ class RankedRunner:
             one for the sums of its layers.
         sums: of :class:`~shoal.serve.ranks.worker.Rank`; False to time the computation alone.
         start_s: s that the ranks may take to load.
-        hang_s: s without the result of a step that end everything.
+        hang_s: s without the result of a step after which all ranks are terminated.
 
     Raises:
         ShoalError: a rank cannot be started or cannot load its part.

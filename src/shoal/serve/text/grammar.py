@@ -170,7 +170,7 @@ def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 def trial(form: Mapping[str, Any]) -> str:
-    """The grammar of a form, after it was compiled and asked for a first token.
+    """The grammar of a form, compiled and tested with a first token.
 
     Raises:
         GrammarError: what is wrong with it.
@@ -212,7 +212,7 @@ class Grammars(EngineHook):
     """Which tokens may come next, for requests with a grammar.
 
     Args:
-        vocabulary: called when the first grammar is met, since most servers never meet one.
+        vocabulary: called with the first grammar, because most servers never use one.
     """
 
     kind: ClassVar[str] = "grammar"

@@ -235,7 +235,7 @@ class TextModel:
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for; those of its name if it is special.
 
-        Ids that the model has and the tokenizer lacks stand for nothing.
+        Ids of the model without a token in the tokenizer have no bytes.
         """
         known = self._bytes.get(token)
         if known is None:

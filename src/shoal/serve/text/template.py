@@ -12,7 +12,7 @@ MAX_RENDER_S = 1.0
 
 
 class TemplateRenderer:
-    """Renders a chat template in a process of its own, whatever it does there.
+    """Renders a chat template in a separate process, with limits of time and memory.
 
     Args:
         seconds: most s of a prompt.

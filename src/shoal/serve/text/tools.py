@@ -38,7 +38,7 @@ class Tools:
     Args:
         given: as the request had it, for the chat template.
         form: what the answer must be; None if the model may choose to call nothing.
-        named: the request says which function it is.
+        named: the request names the function.
     """
 
     given: tuple[Mapping[str, Any], ...]

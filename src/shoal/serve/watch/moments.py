@@ -54,7 +54,7 @@ class Moment:
 
 
 class Watch:
-    """Asks one server how it is, and remembers what it said.
+    """Polls the state of one server and stores the history.
 
     Args:
         upstream: the server.

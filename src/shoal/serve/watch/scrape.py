@@ -72,7 +72,7 @@ class Scrape:
         return self.value(name) / self.counts.get(name, 1)
 
     def follows(self, before: Scrape) -> bool:
-        """Whether differences to ``before`` mean something: no server behind it began anew."""
+        """Whether differences to ``before`` are valid, because no server restarted in between."""
         counters = (name for name in before.sums if name.endswith(("_total", "_count")))
         return self.replicas == before.replicas and all(
             self.sums.get(name, 0.0) >= before.sums[name] for name in counters

@@ -60,7 +60,7 @@ class ServerHealth:
     Args:
         answers: it answered at all.
         ready: it takes requests.
-        message: in words, what it said or why it did not.
+        message: its answer, or the reason for none.
         models: names of its models.
         metrics: (what, value, unit), in plain words.
     """

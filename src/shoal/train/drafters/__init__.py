@@ -17,7 +17,7 @@ DRAFTERS = PartTable(
         "dovetail": "shoal.train.drafters.dovetail:DovetailTraining",
     },
     about=(
-        "What kind of draft model is trained. Chosen by the key `drafter` of a job "
+        "The kind of draft model to train. Chosen by the key `drafter` of a job "
         "with `job: drafter`."
     ),
     protocol="shoal.train.drafters.protocols:DrafterPart",

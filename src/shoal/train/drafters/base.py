@@ -37,8 +37,8 @@ def priced(
         trained: parameters that are trained.
         flops_per_token: of forward and backward pass.
         activations: values kept for the backward pass, for one token.
-        logits: values of logits at hand at a time, for one token.
-        base: parameters of the target that have to be at hand in training.
+        logits: number of logits in memory at once, for one token.
+        base: parameters of the target that are needed in training.
         waits: parameters in fp32 that are read again for every place of a sequence, one after
             the other.
         passing: values written and read once, and not kept, for one token.

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @part
 class DovetailTraining:
-    """A drafter of features, one a pass, made deeper where verifying is dear.
+    """An autoregressive drafter of features, with more layers where verification is expensive.
 
     Args:
-        layers: M, of the target's kind.
-        depth: guesses one after the other that are judged.
+        layers: number of layers M, of the same kind as the target's.
+        depth: number of consecutive draft tokens that are evaluated.
         lr: peak learning rate.
-        weight: what the divergence from the target's distribution counts beside the features.
+        weight: weight of the divergence from the target's distribution beside the feature loss.
     """
 
     layers: Annotated[int, Ge(1)] = 1

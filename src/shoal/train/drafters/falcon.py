@@ -24,18 +24,20 @@ if TYPE_CHECKING:
 
 @part
 class FalconTraining:
-    """An LSTM and one block over features, whose last k places give the next k features.
+    """An LSTM and one block over features; the last k positions give the next k features.
 
     Args:
-        k: features of one pass; 1 is the autoregressive drafter of features.
-        forwards: passes whose guesses are judged, one after the other.
+        k: features per pass; 1 makes an autoregressive drafter.
+        forwards: number of consecutive passes whose draft tokens are evaluated.
         lstm_layers: LSTM layers.
         lr: peak learning rate.
-        glance_from: share of the places that a first pass gets wrong which are shown what comes
-            later, at the beginning; 0 with ``glance_to`` = 0 makes no first pass.
+        glance_from: share of the positions mispredicted by a first pass that are given the true
+            later features (glancing), at the beginning of training; 0 with ``glance_to`` = 0 makes
+            no first pass.
         glance_to: that share at the end.
-        weight: what the loss of tokens counts beside that of features.
-        soft: share of the target's distribution in the loss of tokens; the rest is the text's.
+        weight: weight of the token loss beside the feature loss.
+        soft: share of the target's distribution in the labels of the token loss; the rest is the
+            text.
     """
 
     k: Annotated[int, Ge(1)] = 2

@@ -54,7 +54,7 @@ class FeatureIndex(Value):
         format: version of the files.
         target: fingerprint of the target.
         train: sequences to train on.
-        judged: sequences on which guesses are judged.
+        judged: sequences on which draft tokens are evaluated.
         prompt: tokens at the beginning of a judged sequence that the target did not choose.
         dtype: of the hidden states.
         text: what the key stands for, for people.

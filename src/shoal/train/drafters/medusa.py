@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @part
 class MedusaTraining:
-    """Some heads, each a layer and a copy of the output matrix: nothing else is needed to draft.
+    """Prediction heads, each a layer and a copy of the output matrix.
 
     Args:
-        heads: K; head k guesses the token k + 1 places ahead.
-        version: 1 trains the heads alone; 2 changes the target too, through LoRA, and keeps what
-            it says close to what it said. The changed target is written beside the drafter.
-        lr: peak learning rate of the heads; the change of the target has a quarter of it.
-        decay: the loss of head k counts decay^k.
-        weight: version 2, what the heads' loss counts beside the target's.
-        warmup: version 2, share of the steps in which the heads alone are trained.
+        heads: number of heads K; head k predicts the token k + 1 positions ahead.
+        version: 1 trains the heads alone; 2 also trains the target through LoRA, with a penalty on
+            the change of its distribution. The changed target is written beside the drafter.
+        lr: peak learning rate of the heads; that of the target is a quarter of it.
+        decay: weight of the loss of head k is decay^k.
+        weight: version 2, weight of the heads' loss beside the target's.
+        warmup: version 2, share of the steps, at the beginning, that train the heads alone.
         r: version 2, rank of the change.
     """
 

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @part
 class PpdTraining:
-    """Prompt tokens behind the current one, at which the target itself guesses further tokens.
+    """Prompt tokens after the current one, at which the target itself predicts further tokens.
 
     Args:
-        prompts: m; prompt token i guesses the token i + 1 places ahead.
-        ensemble: E, embeddings of each, whose logits are averaged.
-        points: places of a sequence behind which the prompt tokens are put in a step.
+        prompts: number of prompt tokens m; prompt token i predicts the token i + 1 positions ahead.
+        ensemble: embeddings per prompt token, E, whose logits are averaged.
+        points: positions of a sequence after which the prompt tokens are inserted in a step.
         lr: peak learning rate.
-        decay: the loss of distance i counts decay^(i - 1).
+        decay: weight of the loss of distance i is decay^(i - 1).
     """
 
     prompts: Annotated[int, Ge(1)] = 3
@@ -76,7 +76,7 @@ class PpdTraining:
         check_levels(job, shape, self.prompts, "ppd.prompts")
 
     def begin(self, target: Transformer, job: DrafterJob) -> DrafterLearner:
-        """Fresh embeddings; the whole target is at hand and stands still."""
+        """New embeddings; the whole target is loaded and frozen."""
         from shoal.train.drafters.run.ppd import PromptLearner
 
         return PromptLearner(self, target, job.seed)

@@ -26,7 +26,7 @@ class Kubernetes:
         image: container image that has ``shoal-ml[run]`` installed.
         claim: persistent volume claim with the plan; mounted as the working directory.
         port: port of the rendezvous on pod 0.
-        restarts: how often lost ranks are started again, before the pod is.
+        restarts: how many times lost ranks are restarted before the pod is.
     """
 
     image: str = "shoal:latest"

@@ -45,13 +45,14 @@ _GRACE_S = 2.0
 
 @part
 class Ray:
-    """Start the ranks now, as actors of a Ray cluster; a lost node's ranks go elsewhere.
+    """Start the ranks as actors of a Ray cluster; the ranks of a lost node move to another node.
 
     Args:
-        address: of a running cluster (``auto`` finds it); empty takes ``$RAY_ADDRESS``, and without
-            that starts one on this machine for the time of the run.
-        cpus_per_rank: processors that Ray keeps for a rank; 0 for the threads of the job.
-        room_s: s that a rank waits for a node with room for it.
+        address: address of a running cluster (``auto`` finds it); empty uses ``$RAY_ADDRESS`` or,
+            if that is not set, starts a cluster on this machine for the duration of the run.
+        cpus_per_rank: processors that Ray reserves for a rank; 0 for the number of threads of the
+            job.
+        room_s: s that a rank waits for a node with free resources.
     """
 
     address: str = ""

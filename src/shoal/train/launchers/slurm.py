@@ -24,7 +24,7 @@ class Slurm:
         account: account to charge; empty for the user's default.
         hours: time limit.
         port: port of the rendezvous on the first node.
-        restarts: how often lost ranks are started again, before the job is requeued.
+        restarts: how many times lost ranks are restarted before the job is requeued.
     """
 
     partition: str = ""

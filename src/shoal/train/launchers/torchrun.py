@@ -22,11 +22,11 @@ def ranks_per_node(plan: TrainPlan) -> tuple[int, int]:
 
 @part
 class Torchrun:
-    """One command a node; checkpoints need a place that all nodes see, and nothing else does.
+    """One ``torchrun`` command per node; only checkpoints need storage that all nodes share.
 
     Args:
         port: port of the rendezvous on the first node.
-        restarts: how often lost ranks are started again, from the last checkpoint.
+        restarts: how many times lost ranks are restarted from the last checkpoint.
     """
 
     port: Annotated[int, Ge(1024), Le(65535)] = 29500

@@ -16,11 +16,11 @@ from shoal.ir import Estimate, Interval, Machine, Work
 
 @part
 class Cosine:
-    """The usual choice when the length of the run is known.
+    """Cosine decay after a linear warm-up; the usual choice if the length of the run is known.
 
     Args:
-        warmup: share of the steps in which the rate rises linearly.
-        floor: last factor.
+        warmup: share of the steps in which the learning rate rises linearly.
+        floor: final learning rate as a share of the peak.
     """
 
     warmup: Annotated[float, Ge(0), Le(1)] = 0.05

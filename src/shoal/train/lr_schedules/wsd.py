@@ -16,12 +16,12 @@ from shoal.ir import Estimate, Interval, Machine, Work
 
 @part
 class WarmupStableDecay:
-    """Choose it when a run may be prolonged: only the decay has to be run again.
+    """Warm-up, constant rate, linear decay; to extend a run, only the decay is repeated.
 
     Args:
-        warmup: share of the steps in which the rate rises linearly.
-        decay: share of the steps, at the end, in which it falls linearly.
-        floor: last factor.
+        warmup: share of the steps in which the learning rate rises linearly.
+        decay: share of the steps, at the end, in which the learning rate falls linearly.
+        floor: final learning rate as a share of the peak.
     """
 
     warmup: Annotated[float, Ge(0), Le(1)] = 0.05

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @part
 class AdamW:
-    """The usual choice.
+    """Adam with decoupled weight decay; the default.
 
     Matrices are decayed; vectors (norms, biases) are not.
 
@@ -30,9 +30,9 @@ class AdamW:
         lr: peak learning rate.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled decay of matrices, as a factor of the learning rate.
-        fused: one kernel for all of an update, instead of one for each operation.
+        eps: constant added to the root of the second moment.
+        weight_decay: decoupled decay of matrices, multiplied by the learning rate.
+        fused: use one kernel per update, instead of one per operation.
     """
 
     lr: Annotated[float, Gt(0)] = 3e-3

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @part
 class Lamb:
-    """For large batches; its steps are relative to the norm of each tensor.
+    """Adam with steps relative to the norm of each tensor; for large batches.
 
-    A tensor's norms need all of it on one rank: choose ``shard: replicated``, or ``zero1``, and
-    leave ``tp`` at 1.
+    The norm of a tensor needs the whole tensor on one rank: choose ``shard: replicated`` or
+    ``zero1``, and leave ``tp`` at 1.
 
     Args:
         lr: peak learning rate, relative to the norm of each tensor.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        eps: added to the root of the second moment.
+        eps: constant added to the root of the second moment.
         weight_decay: decay of matrices, added to Adam's direction before it is scaled.
     """
 

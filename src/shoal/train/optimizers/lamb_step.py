@@ -19,7 +19,7 @@ class LambStep(EagerOptimizer):
         groups: parameters with their ``weight_decay``.
         lr: learning rate.
         betas: decay of both moments.
-        eps: added to the root of the second moment.
+        eps: constant added to the root of the second moment.
     """
 
     def __init__(

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 @part
 class Muon:
-    """Fewer tokens to the same loss than AdamW, for some matrix products a step.
+    """Momentum with orthogonalized updates: fewer tokens to the same loss than AdamW.
 
     It needs whole matrices: choose ``shard: replicated``, or ``zero1``, which also
     divides its arithmetic.
 
     Args:
-        lr: peak learning rate of AdamW's part and, scaled, of the matrices.
+        lr: peak learning rate of the parameters that AdamW updates; scaled by ``matrix_lr`` for the
+            matrices.
         matrix_lr: factor of ``lr`` for the matrices.
         momentum: Nesterov momentum of the matrices.
         weight_decay: decoupled decay of matrices.

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 @part
 class AdaLora(SiteMethod):
-    """W + P diag(E) Q: singular values that matter little anywhere are set to zero.
+    """W + P diag(E) Q: the least important singular values of all matrices are set to zero.
 
-    The budget falls from r to ``target`` a matrix on average, as a cubic of the step, between the
-    shares ``begin`` and ``end`` of the run. What a triplet matters is the moving average of
-    |weight x gradient|, times that of its own spread.
+    The mean rank per matrix falls from r to ``target`` as a cubic function of the step, between the
+    shares ``begin`` and ``end`` of the run. The importance of a triplet is the moving average of
+    |weight x gradient|, multiplied by the moving average of its deviation.
 
     Args:
-        r: rank that every matrix begins with.
-        target: mean rank in the end.
+        r: initial rank of every matrix.
+        target: final mean rank.
         alpha: the change is multiplied by alpha / r.
         begin: share of the steps before the budget falls.
-        end: share of the steps after which it stays.
-        every: steps from one allocation to the next.
-        beta1: of the moving average of the importance.
-        beta2: of the moving average of its spread.
+        end: share of the steps after which it is constant.
+        every: steps between two allocations.
+        beta1: decay of the moving average of the importance.
+        beta2: decay of the moving average of its deviation.
         orthogonal: factor of the penalty that keeps P and Q orthogonal.
         targets: linear layers that it changes: patterns of names joined by a bar.
     """

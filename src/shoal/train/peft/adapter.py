@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @part
 class Adapter(BranchMethod):
-    """y + up(gelu(down(y))) on what a branch gives, before it joins the residual stream.
+    """y + up(gelu(down(y))) on the output y of a branch, before the residual addition.
 
     Args:
         bottleneck: width of the bottleneck.

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @part
 class AdapterDrop(Adapter):
-    """Each step leaves out the adapters of the first n blocks, n drawn up to ``drop``.
+    """Each step skips the adapters of the first n blocks, with random n up to ``drop``.
 
-    Outside of training those of the first ``drop`` blocks are left out, which costs nothing there.
+    In inference the adapters of the first ``drop`` blocks are skipped.
 
     Args:
         drop: blocks without an adapter.

@@ -22,7 +22,7 @@ class BitFit(SiteMethod):
     """A change of the bias of each linear layer.
 
     Args:
-        add: layers without a bias get one of zeros; else they stand still.
+        add: add a zero bias to layers without one; otherwise they are not trained.
         targets: linear layers that it changes: patterns of names joined by a bar.
     """
 

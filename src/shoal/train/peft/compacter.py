@@ -28,7 +28,7 @@ class Compacter(BranchMethod):
     Args:
         bottleneck: width of the bottleneck.
         n: products in a sum, and the size of the A_i; divides width and bottleneck.
-        rank: of s_i t_i.
+        rank: rank of s_i t_i.
         targets: branches that get one: patterns of names joined by a bar.
     """
 

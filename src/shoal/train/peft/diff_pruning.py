@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @part
 class DiffPruning(SiteMethod):
-    """W + z * w, with hard-concrete gates z and a price for every open one.
+    """W + z * w, with hard-concrete gates z and an L0 penalty.
 
-    It trains two numbers for each weight, more than full tuning: what becomes small is what is
-    stored. From the share ``fix`` of the steps on, only the largest entries are left, and they
-    are trained on without gates.
+    It trains two numbers for each weight, more than full fine-tuning; only the stored change is
+    small. From the share ``fix`` of the steps on, only the largest entries are kept and are trained
+    without gates.
 
     Args:
-        penalty: price of an open gate, in nats over all of them.
+        penalty: weight of the L0 penalty, in nats over all gates.
         structured: a second gate for each matrix, so that whole matrices can close.
-        share: of the entries of a matrix that are left.
+        share: share of the entries of a matrix that are kept.
         fix: share of the steps after which the entries are fixed.
         targets: linear layers that it changes: patterns of names joined by a bar.
     """

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @part
 class Dora(Lora):
-    """m (W + scale B A) / |W + scale B A|: nearer to full tuning than LoRA at low ranks, slower.
+    """m (W + scale B A) / |W + scale B A|: nearer to full tuning than LoRA at low rank; slower.
 
-    The length is taken over the inputs of each output, and is a constant to the gradient.
+    The norm is over the inputs of each output and is treated as a constant in the gradient.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"reads_base"})

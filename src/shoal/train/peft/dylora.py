@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @part
 class DyLora(Lora):
-    """Each step trains the first b of r ranks, b drawn anew: the rank is chosen afterwards.
+    """Each step trains the first b of r ranks, with random b: the rank is chosen after training.
 
     Args:
-        use: rank that is used outside of training; r if not given.
+        use: rank that is used in evaluation and inference; r if not given.
     """
 
     use: Annotated[int, Ge(1)] | None = None

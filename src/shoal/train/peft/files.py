@@ -39,7 +39,7 @@ class StoredAdapter:
 
     Args:
         method: the part and its options.
-        state: what was learned, by the names of a handle.
+        state: trained tensors, by the names of a handle.
         base: the model that it was made for, as its maker called it.
     """
 

@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 @part
 class FishMask(SiteMethod):
-    """The entries of each matrix whose squared gradients are largest, by a look at the data.
+    """Train the entries of each matrix with the largest squared gradients on some batches.
 
-    What is trained is a vector of their changes: the optimizer never sees the other entries.
+    The trained parameter is a vector of their changes, so the optimizer has no state for other
+    entries.
 
     Differs: squared gradients are of batches, not of examples, and each matrix has the same share.
 
     Args:
-        share: of the entries of a matrix that are trained.
-        batches: steps' batches that are looked at before the first step.
+        share: share of the entries of a matrix that are trained.
+        batches: number of steps' batches that are evaluated before the first step.
         targets: linear layers that it changes: patterns of names joined by a bar.
     """
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @part
 class IA3(SiteMethod):
-    """A trained factor for each key, value and hidden unit: a few thousandths of a percent.
+    """Trained factors of keys, values and hidden units: a few thousandths of a percent of weights.
 
     Args:
         targets: linear layers that it changes: patterns of names joined by a bar.
-        inputs: those of them whose inputs are scaled, and not their outputs.
+        inputs: those of ``targets`` whose inputs are scaled instead of their outputs.
     """
 
     targets: str = "*.k_proj|*.v_proj|*.down_proj"

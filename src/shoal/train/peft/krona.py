@@ -25,12 +25,12 @@ def divisor(size: int) -> int:
 
 @part
 class KronA(SiteMethod):
-    """W + scale * (B kron A), B zero at first: of full rank, with few parameters.
+    """W + scale * (B kron A), with B initialized to zero: full rank with few parameters.
 
-    Each side of the matrix is cut in two factors as equal as they can be.
+    Each dimension of the matrix is split into two factors that are as equal as possible.
 
     Args:
-        scale: of the product.
+        scale: factor of the product.
         targets: linear layers that it changes: patterns of names joined by a bar.
     """
 

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 
 @part
 class Ladder(PromptMethod):
-    """A side stream that takes in every block's output and adds to the last: no activations kept.
+    """A side network on the blocks' outputs; the base saves no activations.
 
-    Differs: blocks of the side network have no attention of their own; what tokens see of each
-    other comes from the base.
+    Differs: blocks of the side network have no attention; only the base mixes tokens.
 
     Args:
-        width: of the side stream.
+        width: width of the side network.
     """
 
     width: Annotated[int, Ge(1)] = 32

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @part
 class LoftQ(QLora):
-    """QLoRA whose fresh output is nearer to the unrounded base: Q + B A is close to W.
+    """QLoRA initialized so that Q + B A is close to W, which reduces the quantization error.
 
     Args:
-        rounds: of quantising what B A leaves, and of decomposing what Q leaves.
+        rounds: rounds of quantizing W - B A and decomposing W - Q.
     """
 
     rounds: Annotated[int, Ge(1)] = 5

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @part
 class Lora(SiteMethod):
-    """W + (alpha / r) B A, with A drawn and B zero: the first choice for almost everything.
+    """W + (alpha / r) B A, with random A and zero B: the usual choice.
 
     Args:
         r: rank of the change.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @part
 class LoraFA(Lora):
-    """Only B is trained, so the inputs of a layer need not be kept for the backward pass."""
+    """Only B is trained, so the inputs of a layer are not saved for the backward pass."""
 
     name: ClassVar[str] = "lora_fa"
     # Not the inputs of the layers that it changes.

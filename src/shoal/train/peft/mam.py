@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @part
 class Mam(PromptMethod):
-    """Prefix and parallel adapter at once; a fresh prefix changes the output.
+    """Prefix tuning and parallel adapters together; the initial prefix changes the output.
 
     Args:
         tokens: length of the prefix.
         bottleneck: width of the adapters.
-        scale: of what the adapters add.
+        scale: factor of the adapters' output.
     """
 
     tokens: int = 8

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @part
 class MeZO:
-    """Weights go to both sides along a drawn direction, and the losses there say how far to step.
+    """Zeroth-order SGD: two losses along a random direction give the step; no backward pass.
 
-    It trains all weights, in the memory of a forward pass: no gradient, no optimizer state. What is
-    stored is a number for each step, of which the same weights follow bit for bit. It takes the
-    place of the optimizer, whose learning rate and schedule it keeps; that rate is thousands of
-    times lower than Adam's, and steps are many.
+    It trains all weights in the memory of a forward pass, without gradients or optimizer state. One
+    number is stored per step, from which the weights are reproduced bit for bit. It replaces the
+    optimizer and keeps its learning rate and schedule; it needs a learning rate thousands of times
+    lower than Adam's, and many steps.
 
     Args:
-        eps: how far the weights go to each side.
+        eps: size of the perturbation of the weights.
         keep_base: keep a copy of the base, so that the method can be removed.
         targets: parameters that are trained: patterns of the model's own names joined by a bar.
     """

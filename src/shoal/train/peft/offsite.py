@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @part
 class Offsite:
-    """The first and last blocks are trained; of those between, an emulator keeps some.
+    """Train the first and last blocks; an emulator replaces the blocks between them.
 
-    The owner of the data needs no more than the ends and the emulator, and the owner of the model
-    no data: merging puts the trained ends around all blocks. A fresh one changes the output, for
-    blocks are missing, and merging changes it again.
+    The owner of the data needs only the first and last blocks and the emulator, and the owner of
+    the model needs no data: merging puts the trained blocks around all others. The emulator changes
+    the initial output, because blocks are missing, and merging changes it again.
 
-    Differs: the emulator is thinned out evenly, and not distilled.
+    Differs: the emulator keeps evenly spaced blocks and is not distilled.
 
     Args:
         first: blocks at the beginning that are trained.

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @part
 class PaFi(SiteMethod):
-    """The entries of each matrix that are nearest to zero: the same for every task.
+    """Train the entries of each matrix that are nearest to zero; they are the same for every task.
 
     Args:
-        share: of the entries of a matrix that are trained.
+        share: share of the entries of a matrix that are trained.
         targets: linear layers that it changes: patterns of names joined by a bar.
     """
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @part
 class ParallelAdapter(BranchMethod):
-    """y + scale * up(gelu(down(x))), where the branch makes y of x.
+    """y + scale * up(gelu(down(x))), where x is the input and y the output of the branch.
 
     Args:
         bottleneck: width of the bottleneck.
-        scale: of what is added.
+        scale: factor of the adapter's output.
         targets: branches that get one: patterns of names joined by a bar.
     """
 

@@ -40,14 +40,14 @@ class PeftStudy:
         seq_len: tokens of a sequence.
         global_batch: sequences of a step.
         tokens: training tokens, such as 20M.
-        budget: memory of a device, such as 24GiB.
-        must_merge: serving may cost no more than the model.
+        budget: memory budget of a device, such as 24GiB.
+        must_merge: only methods that merge, so that serving costs no more than the base model.
         tenants: adapters served on one base.
         top: methods to show.
         probe: train the first three for fifty steps on this model directory.
-        share: most parameters trained, as a share such as 0.03.
-        search: seek method, place and rank by short trainings on this model directory; the
-            better half goes on each time.
+        share: largest share of trained parameters, such as 0.03.
+        search: search for method, targets and rank by successive halving of short trainings on this
+            model directory.
     """
 
     subject: ClassVar = "model"

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @part
 class PrefixTuning(PromptMethod):
-    """Trained keys and values; a fresh prefix changes the output, unlike other methods.
+    """Trained keys and values before the prompt; their initialization changes the output.
 
     Args:
         tokens: length of the prefix.
-        projection: width of the perceptron that makes them while training, and is dropped
-            afterwards; 0 trains them directly.
+        projection: width of the MLP that generates them in training and is dropped afterwards; 0 to
+            train them directly.
     """
 
     tokens: Annotated[int, Ge(1)] = 16

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @part
 class PromptTuning(PromptMethod):
-    """Trained embeddings, which begin as those of drawn tokens; that changes the output.
+    """Trained embeddings before the prompt, initialized from random tokens.
 
     Args:
-        tokens: how many.
+        tokens: number of embeddings.
     """
 
     tokens: Annotated[int, Ge(1)] = 16

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @part
 class QLora(Lora):
-    """LoRA; every linear layer of the blocks becomes NF4, with its scales quantised once more.
+    """LoRA on a base whose linear layers are stored in NF4 with double quantization.
 
-    The weights stay in 4.13 bits. Rows in bf16 are multiplied by the 4-bit kernel, where the CPU
-    has it and the block is a multiple of 32; there weights take 4.38 bits. All else is multiplied
-    by tiles of the weight, which is never there whole. What is learned merges into plain weights
-    only.
+    A weight takes 4.13 bits. bf16 rows use the 4-bit kernel if the CPU has it and the block is a
+    multiple of 32; a weight then takes 4.38 bits. Other rows are multiplied with dequantized tiles
+    of the weight; the whole weight is never dequantized. The trained change merges into unquantized
+    weights only.
 
     Differs: scales are rounded to 8-bit integers, where the paper has 8-bit floats.
 

@@ -14,7 +14,7 @@ from shoal.train.peft.lora import Lora
 
 @part
 class RsLora(Lora):
-    """W + (alpha / sqrt(r)) B A: for ranks beyond about 16, where LoRA's gradients fade."""
+    """W + (alpha / sqrt(r)) B A: for ranks above about 16, where LoRA's gradients vanish."""
 
     name: ClassVar[str] = "rslora"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class SSF(SiteMethod):
     """gamma * (W x + b) + beta, which merges into W and b.
 
-    Differs: linear layers alone; the shift of a norm without a bias could not be merged.
+    Differs: only linear layers are changed; the shift of a norm without a bias could not be merged.
 
     Args:
         targets: linear layers that it changes: patterns of names joined by a bar.

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @part
 class ParallelStreams(PromptMethod):
-    """Prefixes of each stream and what joins the streams; a fresh one changes the output.
+    """Prefixes for parallel streams and the layer that aggregates them; changes the initial output.
 
     Args:
         num: streams P, at least 2.
         prefix: virtual tokens of each stream in every layer.
-        smoothing: share of the streams' mean in their learned mean.
-        fewer: every other step computes fewer streams, at random, so that requests may ask for
-            fewer; else all steps compute all.
+        smoothing: label smoothing of the aggregation: share of the uniform mean of the streams.
+        fewer: every other step uses a random smaller number of streams, so that requests may ask
+            for fewer; otherwise all steps use all streams.
     """
 
     num: Annotated[int, Ge(2), Le(64)] = 4

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @part
 class UniPelt(PromptMethod):
-    """Three methods and their gates; the training says which of them a layer uses.
+    """LoRA, adapters and prefix together, each with a trained gate.
 
-    Differs: gates of LoRA and adapters are of each token, for a mean over a sequence would see
-    what comes later; the gate of the prefix is a number of each layer.
+    Differs: gates of LoRA and adapters are computed for each token, because a mean over a sequence
+    would depend on later tokens; the gate of the prefix is one number per layer.
 
     Args:
         r: rank of LoRA.
         alpha: LoRA's change is multiplied by alpha / r.
         tokens: length of the prefix.
-        bottleneck: width of the adapters, which are after the feed-forward.
+        bottleneck: width of the adapters, which follow the feed-forward layers.
         targets: linear layers that LoRA changes: patterns of names joined by a bar.
     """
 

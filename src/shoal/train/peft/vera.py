@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @part
 class Vera(SiteMethod):
-    """W + diag(b) B diag(d) A with B and A drawn once: the fewest parameters of all that merge.
+    """W + diag(b) B diag(d) A, B and A random and fixed: fewest parameters of mergeable methods.
 
     Args:
-        r: rank of the drawn pair; far above LoRA's, for it is not trained.
-        initial: what d begins with; b begins with 0.
+        r: rank of the random pair; much higher than LoRA's, because it is not trained.
+        initial: initial value of d; b is initialized with 0.
         dropout: share of the inputs of A that is dropped in training.
         targets: linear layers that it changes: patterns of names joined by a bar.
     """

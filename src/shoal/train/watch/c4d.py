@@ -42,19 +42,19 @@ _VERBS = {"sender": "sends", "receiver": "receives"}
 
 @part
 class C4D:
-    """Link, sender, receiver or rank: what hangs and what is slow.
+    """Locate hanging and slow links, senders, receivers and ranks.
 
     Args:
-        window: newest steps that are looked at.
-        z: robust z above which a delay, on the log scale, or a late arrival is no chance.
-        false_alarms: delay matrices of a healthy run, as a share, in which some delay may be taken
-            for a fault; the z that this needs grows with the number of delays.
-        factor: how many times the usual delay it must be as well.
-        share: share of a row's or a column's cells that makes it the end's fault; and of the
-            steps in which a rank must be late.
-        late: seconds of late arrival in a step, as a share of the step, that count.
-        hang_s: seconds of waiting that are a hang; three times the p99 of a step, or 60 s
-            without a history, if not given.
+        window: number of latest steps that are analyzed.
+        z: robust z-score above which a delay, on the log scale, or a late arrival is significant.
+        false_alarms: expected share of the delay matrices of a healthy run with a false alarm; the
+            z-score threshold for it grows with the number of delays.
+        factor: smallest ratio of a faulty delay to the usual delay.
+        share: share of slow cells in a row or column that blames the sender or receiver; also the
+            share of the steps in which a rank must be late.
+        late: smallest late arrival in a step, as a share of the step.
+        hang_s: seconds of waiting that count as a hang; by default three times the p99 of a step,
+            or 60 s without a history.
     """
 
     window: Annotated[int, Ge(1)] = 20

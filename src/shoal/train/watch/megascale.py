@@ -30,15 +30,16 @@ _FLOOR = 0.05
 
 @part
 class MegaScale:
-    """Slow and hanging ranks, over many steps.
+    """Locate slow and hanging ranks from statistics over many steps.
 
     Args:
-        z: robust z of a rank's median busy time among ranks with the same work.
-        steps: fewest steps over which that is taken.
-        window: newest steps that are looked at.
-        ratio: busy time over that of the others that is worth reporting.
-        hang_s: seconds of waiting that are a hang; three times the p99 of a step, or 60 s
-            without a history, if not given.
+        z: threshold of the robust z-score of a rank's median busy time among ranks with the same
+            work.
+        steps: smallest number of steps for that median.
+        window: number of latest steps that are analyzed.
+        ratio: smallest reported ratio of the busy time to that of the other ranks.
+        hang_s: seconds of waiting that count as a hang; by default three times the p99 of a step,
+            or 60 s without a history.
     """
 
     z: Annotated[float, Gt(0)] = 3.5

@@ -20,9 +20,9 @@ def stored_directory(
 ) -> Path:
     """A directory; it is made if it is not there yet, by one process at a time.
 
-    It is planned for the saved probe of this machine; where there is none, a fast probe is made
-    for the purpose, and not saved. What an interruption left is gone on with, from its last
-    checkpoint; what cannot be gone on with is made anew.
+    It is planned for the saved probe of this machine; without one, a fast probe runs and is not
+    saved. An interrupted training is resumed from its last checkpoint, or restarted if that is not
+    possible.
 
     Args:
         place: the directory.

@@ -23,12 +23,12 @@ class FragmentPattern:
     """Concatenated along one dimension, in the order of the ranks.
 
     Args:
-        dim: that dimension.
-        size: extent of the whole tensor there; what the fragments have beyond it is padding, and
-            with it a tensor that cannot be divided evenly is padded. 0 for no padding.
-        multiple: a padded fragment's extent is a multiple of this.
+        dim: the dimension.
+        size: size of the whole tensor in that dimension; fragments beyond it are padding, and a
+            tensor that cannot be divided evenly is padded. 0 for no padding.
+        multiple: the size of a padded fragment is a multiple of this.
         axis: ranks that share the tensor: tp, or pp where stages share the vocabulary.
-        tolerance: how far copies of a fragment on other ranks may be apart.
+        tolerance: largest difference between copies of a fragment on other ranks.
     """
 
     dim: Annotated[int, Ge(0)] = 0

@@ -21,12 +21,12 @@ from shoal.parallel.tensor.slices import Slices
 
 @part
 class FusedPattern:
-    """Parts of one tensor that are shared one by one.
+    """Segments of one tensor that are sharded separately, such as fused QKV.
 
     Args:
-        parts: extent of every part in the whole tensor; they may differ, as with grouped queries.
-        dim: dimension along which they lie behind each other.
-        tolerance: how far copies of a fragment on other ranks may be apart.
+        parts: size of every segment in the whole tensor; sizes may differ, as with grouped queries.
+        dim: dimension along which the segments are concatenated.
+        tolerance: largest difference between copies of a fragment on other ranks.
     """
 
     parts: tuple[int, ...] = ()

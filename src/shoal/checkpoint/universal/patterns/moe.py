@@ -23,13 +23,13 @@ from shoal.parallel.tensor.slices import Slices
 
 @part
 class MoePattern:
-    """Experts along one dimension, their width along another.
+    """Experts sharded along one dimension, and their width along another.
 
     Args:
-        expert_dim: dimension of the experts, shared by ep ranks.
-        shard_dim: dimension of the width, shared by tp ranks.
-        parts: extents of the parts of the width; one part if none is given.
-        tolerance: how far copies of a fragment on other ranks may be apart.
+        expert_dim: dimension of the experts, sharded over ep ranks.
+        shard_dim: dimension of the width, sharded over tp ranks.
+        parts: sizes of the segments of the width; one segment if not given.
+        tolerance: largest difference between copies of a fragment on other ranks.
     """
 
     expert_dim: int = 0

@@ -26,7 +26,7 @@ class _Whole:
 
 @part
 class UniquePattern(_Whole):
-    """One rank alone holds it, a tensor of a stage where tp is 1; a second one is an error."""
+    """Held by one rank alone, such as a tensor of a stage with tp 1; a second copy is an error."""
 
     copies: ClassVar[Copies] = "none"
     tolerance: ClassVar[float] = 0.0
@@ -34,11 +34,10 @@ class UniquePattern(_Whole):
 
 @part
 class ReplicatedPattern(_Whole):
-    """All tp ranks hold the same: norms, biases of row-parallel layers, routers; one is taken.
+    """Equal on all tp ranks, such as norms, biases of row-parallel layers and routers.
 
     Args:
-        tolerance: largest difference of an element that is taken for equal; infinite to compare
-            nothing.
+        tolerance: largest difference between elements of two copies; infinite for no comparison.
     """
 
     copies: ClassVar[Copies] = "equal"
@@ -47,10 +46,10 @@ class ReplicatedPattern(_Whole):
 
 @part
 class AveragePattern(_Whole):
-    """The mean of copies that drifted apart, because each rank updated its own.
+    """The mean of copies that differ, because each rank updated its own.
 
-    Norms under sequence parallelism, where their gradients were not summed over tp. The mean is
-    summed in double precision, and copies may differ by anything.
+    For norms under sequence parallelism whose gradients were not summed over tp. The mean is
+    computed in double precision; the difference of the copies is not limited.
     """
 
     copies: ClassVar[Copies] = "mean"

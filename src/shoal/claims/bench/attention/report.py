@@ -64,7 +64,7 @@ def _kernel_charts(report: AttentionReport) -> Iterable[Chart]:
             for kernel in report.settings.kernels
         )
         if series:
-            yield _chart(f"Forward, {mask}", "tokens", "TFLOP/s of seen cells", series)
+            yield _chart(f"Forward, {mask}", "tokens", "TFLOP/s of unmasked cells", series)
 
 
 def _context_charts(report: AttentionReport) -> Iterable[Chart]:
@@ -84,7 +84,7 @@ def _context_charts(report: AttentionReport) -> Iterable[Chart]:
                 for method in report.settings.methods
             )
             if series:
-                title = f"Step on the links, {mask}, {length:,} tokens"
+                title = f"Step time on the links, {mask}, {length:,} tokens"
                 yield _chart(title, "ranks", "µs", series)
 
 

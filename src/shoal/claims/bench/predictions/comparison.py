@@ -25,7 +25,7 @@ from shoal.cost.published.silicon_board import QUANTITIES, score_silicon
 from shoal.machine.fingerprint import fingerprint
 
 KINDS = ("serving", "training")
-"""Of published runs."""
+"""Published runs."""
 
 _OURS, _NEARER = "Shoal, model left out", ("Shoal", NAME, "nearer")
 # A reason names values, keys and advice besides; rows are counted by the rest of it.
@@ -255,7 +255,7 @@ def tables(found: PredictionTable) -> list[Table]:
             columns=("runs", "quantity", "predicted by", "rows", "median", "p90", "within 25 %"),
             rows=tuple(
                 (
-                    "of all answered" if runs == "both" else "its own",
+                    "of all answered rows" if runs == "both" else "its own",
                     *(one.quantity, one.predictor, f"{one.rows}", f"{one.median_error:.1%}"),
                     *(f"{one.p90_error:.0%}", f"{one.share_within_25:.0%}"),
                 )
@@ -289,7 +289,7 @@ def tables(found: PredictionTable) -> list[Table]:
     seconds = [(name, f"{1e3 * one:.3g}") for name, one in found.seconds.items()]
     for title, column, cells in (
         ("No prediction", ("rows", "why"), why),
-        ("Time", ("ms a row",), seconds),
+        ("Time", ("ms per row",), seconds),
     ):
         results.append(
             Table(title=title, columns=("predicted by", *column), rows=tuple(cells), right=" r")

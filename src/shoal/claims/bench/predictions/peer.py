@@ -76,8 +76,8 @@ def _run(words: Sequence[str]) -> None:
     if process.returncode:
         errors = [line for line in said.strip().splitlines() if "notice" not in line]
         raise ConfigError(
-            f"{NAME} {VERSION} cannot be installed: {' '.join(errors[-1:])}; connect to a network "
-            f"whose package index pip knows, or give --python of an interpreter that has it "
+            f"{NAME} {VERSION} cannot be installed: {' '.join(errors[-1:])}; check pip's access "
+            "to a package index, or give --python with an interpreter that has it "
             f"({_install('PYTHON')}); --rows training needs neither"
         )
 
@@ -170,7 +170,7 @@ def answered(
         if "ready" not in first:
             raise ConfigError(
                 f"--python {python}: it has no AIConfigurator ({first.get('missing')}); install "
-                f"it there ({_install(python)}), or leave --python out"
+                f"it there ({_install(python)}), or omit --python"
             )
         version = str(first["ready"])
         kept = _kept(path, notice)
@@ -183,8 +183,8 @@ def answered(
                         kept[key] = _checked(process.ask(dict(asked), _ANSWER_S))
                     except ServeError as cause:
                         raise ServeError(
-                            f"{cause}; the {number} answers before are kept in {path}, and the "
-                            "same command goes on from there"
+                            f"{cause}; the {number} earlier answers are saved in {path}, and the "
+                            "same command continues from there"
                         ) from cause
                     file.event({"key": key, "answer": kept[key]}, {})
                 progress(number + 1, len(by_key))
@@ -201,7 +201,7 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(answer["error"])}
     times = {name: float(answer[name]) for name in ("ttft_ms", "tpot_ms", "seconds")}
     fine = all(0 < one < math.inf for one in times.values())
-    return times if fine else {"error": "no time above 0"}
+    return times if fine else {"error": "no positive time"}
 
 
 def _key(version: str, asked: Mapping[str, Any]) -> str:
@@ -219,5 +219,5 @@ def _kept(path: Path, notice: Callable[[str], None]) -> dict[str, dict[str, Any]
         except (ValueError, TypeError, KeyError):
             damaged += bool(line.strip())
     if damaged:
-        notice(f"{path}: {damaged} damaged lines are left out, and asked again")
+        notice(f"{path}: {damaged} damaged lines are ignored and computed again")
     return kept

@@ -149,7 +149,7 @@ def transformers_engine(
     for name in given:
         if name not in known:
             raise UnknownKeyError(
-                f"tune.{name}: no such knob of transformers; expected one of {', '.join(known)}; "
+                f"tune.{name}: not an option of transformers; expected one of {', '.join(known)}; "
                 + nearest(name, known)
             )
     values = {"paddings": given.get("padding", PADDINGS)}

@@ -20,8 +20,6 @@ ATTENTION_KERNELS = PartTable(
         "varlen": "shoal.claims.lab.attention_kernels.varlen:Varlen",
         "chunked": "shoal.claims.lab.attention_kernels.chunked:Chunked",
     },
-    about=(
-        "How attention under a mask is computed on one device. Compared by `shoal bench attention`."
-    ),
+    about=("How masked attention is computed on one device. Compared by `shoal bench attention`."),
     protocol="shoal.claims.lab.attention_kernels.protocols:AttentionKernelPart",
 )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @part
 class Chunked(AttentionKernel):
-    """Batched products over chunks of queries, each under a checkpoint. Any mask.
+    """Batched products over chunks of queries with activation checkpointing; any mask.
 
     Args:
         chunk: queries of a chunk.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @part
 class FlashCPU(AttentionKernel):
-    """aten's flash attention for CPUs; masks other than causal are added as a tensor."""
+    """PyTorch's flash attention for CPUs; masks other than causal are an additive tensor."""
 
     name: ClassVar[str] = "flash_cpu"
     devices: ClassVar[tuple[str, ...]] = ("cpu",)

@@ -29,7 +29,7 @@ _MAX_PROGRAMS = 4096
 
 @part
 class Flex(AttentionKernel):
-    """FlexAttention under a block mask; compiled when first called, which takes seconds.
+    """FlexAttention with a block mask; the first call compiles it, which takes seconds.
 
     Args:
         block: edge of the blocks that are skipped.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @part
 class Naive(AttentionKernel):
-    """All T x S scores and weights are held, also for the backward pass. Any mask."""
+    """Stores all T x S scores and weights, also for the backward pass; any mask."""
 
     name: ClassVar[str] = "naive"
 

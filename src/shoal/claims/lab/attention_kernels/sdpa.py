@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @part
 class SDPA(AttentionKernel):
-    """What PyTorch users call: causal by a flag, every other mask as a bool tensor."""
+    """``scaled_dot_product_attention``: causal by a flag, other masks as a bool tensor."""
 
     name: ClassVar[str] = "sdpa"
 

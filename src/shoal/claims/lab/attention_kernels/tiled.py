@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @part
 class Tiled(AttentionKernel):
-    """Matrix products over the seen tiles of each block of queries. Any mask.
+    """Matrix products over the unmasked tiles of each block of queries; any mask.
 
     Args:
         block: edge of a tile.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @part
 class Varlen(AttentionKernel):
-    """PyTorch's attention once a document, full or causal; no other masks."""
+    """One call of PyTorch's attention per document, full or causal."""
 
     name: ClassVar[str] = "varlen"
 

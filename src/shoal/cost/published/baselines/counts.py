@@ -20,7 +20,7 @@ class BaselineCounts:
         weights: on this rank.
         tokens: of a micro-batch.
         layers: blocks on this rank.
-        again: forward passes of a step beside the first, for recomputation.
+        again: additional forward passes per step, for recomputation.
         passes: micro-batches.
         sparse: share of blocks with experts.
     """

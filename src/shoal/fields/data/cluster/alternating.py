@@ -21,7 +21,7 @@ from shoal.ir import Estimate, Interval, Machine
 
 @part
 class Alternating:
-    """Move each medoid to the middle of its cluster; quick, and worse than any kind of PAM.
+    """Alternate assignment and choice of medoids, as k-means; fast, with a higher loss than PAM.
 
     Args:
         storage: ``full32`` keeps all dissimilarities (4 n² bytes), ``condensed`` half of them,

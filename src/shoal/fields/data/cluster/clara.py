@@ -27,10 +27,10 @@ _BLOCK = 4_000_000
 
 @part
 class CLARA:
-    """Cluster samples, and keep the medoids that are best for all; for very many objects.
+    """Cluster samples and return the medoids with the least loss on all objects; for large data.
 
     Args:
-        samples: how many.
+        samples: number of samples.
         size: objects of a sample; 0 for 80 + 4k.
     """
 

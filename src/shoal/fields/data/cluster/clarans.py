@@ -29,10 +29,10 @@ _DRAWN = 64
 
 @part
 class CLARANS:
-    """Swap with candidates at random until many in a row bring nothing; few rows are ever read.
+    """Try random swaps until many in a row do not improve; reads few rows.
 
     Args:
-        restarts: searches from other starts, of which the best counts.
+        restarts: number of searches from random starts; the best result is returned.
         patience: give up after this share of n - k candidates in a row without a swap.
         storage: ``on_demand`` computes only the rows that are drawn; ``full32`` keeps all
             dissimilarities, ``condensed`` half of them.

@@ -142,7 +142,7 @@ class KMedoids(_Medoids):
         metric: a name that scikit-learn knows, a function of two rows, or ``precomputed``.
         method: ``fasterpam``, ``fastpam1`` and ``pam``, which give the same medoids, or
             ``alternating``, which is quick and worse.
-        init: ``random``, ``build`` or ``lab``; or the k medoids to begin with.
+        init: ``random``, ``build`` or ``lab``; or the k initial medoids.
         max_iter: most passes over the candidates; of fastpam1 and pam, most swaps.
         storage: ``full32``, ``condensed`` or ``on_demand``: how dissimilarities are kept.
         symmetric: refuse precomputed dissimilarities that are not; if False, row o and column c say

@@ -31,10 +31,10 @@ SWAPS = 4.5
 
 @part
 class FasterPAM:
-    """Swap medoids, each improvement at once; the quality of PAM, some hundred times faster.
+    """Execute every improving swap at once; the quality of PAM, about a hundred times faster.
 
     Args:
-        storage: ``full32`` keeps all dissimilarities (4 n² bytes), ``condensed`` half of them,
+        storage: ``full32`` stores all dissimilarities (4 n² bytes), ``condensed`` half of them,
             ``on_demand`` none: rows are computed in each pass.
     """
 

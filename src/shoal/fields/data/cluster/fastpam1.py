@@ -34,7 +34,7 @@ def rounds(work: ClusterWork) -> Interval:
 
 @part
 class FastPAM1:
-    """Make the best swap of each round, with PAM's result; where PAM itself must be reproduced.
+    """Execute the best swap of each round; gives the result of PAM, faster.
 
     Args:
         storage: ``full32`` keeps all dissimilarities (4 n² bytes), ``condensed`` half of them,
@@ -53,7 +53,7 @@ class FastPAM1:
         return EXCESS
 
     def candidates(self, work: ClusterWork, machine: Machine) -> Iterator[Self]:
-        """With every storage that fits; rows are not computed anew for each swap."""
+        """With every storage that fits; rows are not recomputed for each swap."""
         for storage in fitting(work, machine):
             if storage != "on_demand":
                 yield type(self)(storage=storage)

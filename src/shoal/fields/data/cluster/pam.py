@@ -19,7 +19,7 @@ from shoal.ir import Estimate, Interval, Machine
 
 @part
 class PAM:
-    """The original method, compiled; what the others are compared with, and k times slower.
+    """The original method, compiled; the baseline, k times slower than the others.
 
     Args:
         storage: ``full32`` keeps all dissimilarities (4 n² bytes), ``condensed`` half of them,

@@ -76,7 +76,7 @@ class ClusteringProblem:
     Args:
         objects: what is clustered.
         k: clusters, 2 to n - 1; fewer and more need no search.
-        start: int64 [k] medoids to begin with, or None for ``init``.
+        start: int64 [k] initial medoids, or None for ``init``.
         init: ``random``, ``build`` or ``lab``.
         max_iter: most passes over the candidates.
         seed: of everything random.

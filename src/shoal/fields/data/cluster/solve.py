@@ -27,7 +27,7 @@ class ClusteringSolution:
         result: where the search ended.
         labels: int64 [n].
         nearest: float32 [n], dissimilarity to the medoid.
-        loss: sum of ``nearest``, computed anew.
+        loss: sum of ``nearest``, recomputed.
     """
 
     result: ClusteringResult

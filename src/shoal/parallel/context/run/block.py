@@ -201,7 +201,7 @@ def block_scores(q: Tensor, k: Tensor, piece: AttentionPiece, first: int = 0) ->
     Args:
         q: queries of the piece from number ``first`` on, [B, H, n, d].
         k: the piece's keys, up to the last query's own place if it is causal.
-        piece: what is seen.
+        piece: the keys that are attended to.
         first: number of the first query.
     """
     kind = wide(q.dtype)

@@ -15,7 +15,7 @@ from shoal.parallel.protocols import Comm, Pending
 
 
 class ContextPeers:
-    """Some ranks of a communicator, in an order of their own.
+    """A subset of a communicator's ranks, in a given order.
 
     Args:
         members: numbers in it; all of them, in order, if not given.
@@ -103,8 +103,8 @@ class PeerView(NamedTuple):
 def circulate(x: Tensor, peers: ContextPeers, tag: str) -> Iterator[tuple[int, Tensor]]:
     """Every member's ``x`` and who it is from, own first; the next is on its way meanwhile.
 
-    Where messages have tags, as on CPUs, each is expected a step early: Gloo sends what the other
-    end has asked for, and a question would wait behind results that go the same way.
+    With tagged messages, as on CPUs, each receive is posted one step early: Gloo sends only after
+    the receive is posted, and a late one would be queued after results in the same direction.
     """
     world, early = peers.world, x.device.type == "cpu"
     expected: list[tuple[Tensor, Pending]] = []
@@ -127,7 +127,7 @@ def circulate(x: Tensor, peers: ContextPeers, tag: str) -> Iterator[tuple[int, T
 
 
 class TravelingSums:
-    """Sums that travel with the chunk they belong to, one hop behind, and end at its owner.
+    """Partial sums that follow their chunk with a delay of one hop and end at its owner.
 
     Each of the N - 1 other ranks adds its share; a sum starts at the first of them, so it
     makes N - 1 hops.

@@ -92,7 +92,7 @@ def ulysses_attention(
         v: [B, K, n, d].
         view: by members of ``outer``, with the positions of all of ``inner`` together.
         inner: ranks that swap heads for sequence.
-        outer: the ring that the result goes round.
+        outer: the ring of the result.
     """
     heads = q.shape[1] // inner.world
     kv_heads = max(1, k.shape[1] // inner.world)

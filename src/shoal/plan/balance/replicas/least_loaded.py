@@ -10,7 +10,7 @@ from shoal.core.parts import part
 
 @part
 class LeastLoaded:
-    """A request goes to the replica with the fewest open ones, whatever its prompt is."""
+    """Send a request to the replica with the fewest open requests."""
 
     def build(self) -> LeastLoadedBalancer:
         return LeastLoadedBalancer()

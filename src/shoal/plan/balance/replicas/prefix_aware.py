@@ -28,13 +28,13 @@ from shoal.plan.balance.replicas.prefixes import Prefixes, chain
 
 @part
 class PrefixAware:
-    """Prompts that begin alike go to the same replica, while it is not much busier than others.
+    """Send prompts with a common prefix to the same replica, unless it has much more load.
 
     Args:
         block: characters, or tokens, of a block; shorter prefixes are not distinguished.
-        most_blocks: blocks of a prompt that are looked at.
-        entries: blocks that are remembered.
-        open_blocks: blocks that must have been seen to make up for one open request more.
+        most_blocks: largest number of blocks of a prompt to compare.
+        entries: largest number of blocks to remember.
+        open_blocks: matching blocks that outweigh one more open request.
     """
 
     block: Annotated[int, Gt(0)] = 64

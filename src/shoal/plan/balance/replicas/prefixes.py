@@ -31,10 +31,10 @@ def chain(prompt: str | Sequence[int], size: int, most: int, *, salt: str = "") 
 
 
 class Prefixes:
-    """Block hash -> replicas that were sent it; the blocks looked at last stay.
+    """LRU cache: block hash -> replicas to which the block was sent.
 
     Args:
-        entries: blocks that are remembered.
+        entries: largest number of blocks to remember.
     """
 
     def __init__(self, entries: int) -> None:

@@ -21,7 +21,7 @@ class Balancer(Protocol):
         """
 
     def forget(self, replica: int) -> None:
-        """A replica begins anew, and has nothing in its cache."""
+        """A replica has restarted with an empty cache."""
 
 
 class BalancerPart(Protocol):

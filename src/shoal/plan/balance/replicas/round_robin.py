@@ -9,7 +9,7 @@ from shoal.core.parts import part
 
 @part
 class RoundRobin:
-    """Each replica in its turn, whatever it has to do: what the others are compared with."""
+    """Send requests to the replicas in turn; the baseline of the other balancers."""
 
     def build(self) -> RoundRobinBalancer:
         return RoundRobinBalancer()

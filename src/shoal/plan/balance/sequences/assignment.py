@@ -26,7 +26,7 @@ class MicroStep(NamedTuple):
 
     Args:
         sequences: numbers of the sequences, behind each other in one buffer.
-        ranks: that share it; the place of a rank among them says which slices it has.
+        ranks: ranks that share it; the position of a rank in this list determines its slices.
         offloaded: share of the activations that is planned to be on the host meanwhile.
     """
 

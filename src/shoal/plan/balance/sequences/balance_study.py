@@ -39,9 +39,9 @@ class BalanceStudy:
         lengths: lengths of one batch: .txt, .json, .parquet.
         model: name, directory or file.
         ranks: ranks of the pool.
-        capacity: tokens a rank holds in a pass.
+        capacity: largest number of tokens of a rank in a pass.
         column: key or column of the lengths.
-        offload: plan offloading, too.
+        offload: also plan offloading.
         limit: seconds for the solver.
     """
 

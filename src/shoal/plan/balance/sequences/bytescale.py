@@ -45,9 +45,9 @@ class ByteScale:
     """As many ranks as a sequence needs: choose it where few sequences are long.
 
     Args:
-        capacity_tokens: tokens that one rank holds in a pass, C.
-        offload: auto lets activations of long sequences go to the host, as far as their computing
-            hides it, so that they take fewer ranks.
+        capacity_tokens: largest number of tokens of a rank in a pass, C.
+        offload: auto offloads activations of long sequences to the host, as far as computation
+            hides the copies, so that they take fewer ranks.
     """
 
     capacity_tokens: Annotated[int, Ge(1)] = 8192

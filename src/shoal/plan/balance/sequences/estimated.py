@@ -11,7 +11,7 @@ from shoal.plan.balance.sequences.predicted import predict
 def assigned_estimate(part: SequenceAssigner, work: Work, machine: Machine) -> Estimate:
     """Bytes one rank sends for shared sequences, and seconds beyond an even share of the work.
 
-    Every row of the batch is taken to be one document: with shorter ones less travels.
+    Assumes that every row of the batch is one document; shorter documents need less communication.
     """
     job = work.job
     ranks = job.parallel.world

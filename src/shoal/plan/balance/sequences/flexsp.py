@@ -54,13 +54,13 @@ class FlexSPSolution(NamedTuple):
 class FlexSP:
     """Groups of powers of two, by an integer program: choose it where links are fast in a node.
 
-    With ranks that are no power of two the largest one below is used, and the others have nothing
-    to do but to sum gradients.
+    If the number of ranks is not a power of two, the next lower power is used; the other ranks only
+    sum gradients.
 
     Args:
-        capacity_tokens: tokens that one rank holds in a pass, C.
-        buckets: lengths that the program distinguishes, Q.
-        limit_s: s that the solver may take for a batch; 0 leaves the search without it.
+        capacity_tokens: largest number of tokens of a rank in a pass, C.
+        buckets: number of distinct lengths in the integer program, Q.
+        limit_s: time limit of the solver for a batch in s; 0 to not use the solver.
     """
 
     capacity_tokens: Annotated[int, Ge(1)] = 8192

@@ -31,13 +31,13 @@ from shoal.plan.balance.sequences.fill import best_fit
 
 @part
 class PackedAssigner:
-    """Static dp x cp with packing: choose it where all sequences are about as long.
+    """Static dp x cp with packing: choose it where sequences have similar lengths.
 
     Args:
-        capacity_tokens: tokens that one rank holds in a pass, C.
-        cp: ranks that share every buffer, a divisor of the ranks; if not given, the smallest one
-            that holds the longest sequence.
-        exchange: how they share attention.
+        capacity_tokens: largest number of tokens of a rank in a pass, C.
+        cp: ranks that share every buffer, a divisor of the ranks; by default the smallest that
+            holds the longest sequence.
+        exchange: context-parallel method of these ranks.
     """
 
     capacity_tokens: Annotated[int, Ge(1)] = 8192

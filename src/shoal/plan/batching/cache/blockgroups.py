@@ -28,12 +28,12 @@ from shoal.plan.batching.common import BlockSize, whole_blocks
 
 @part
 class BlockGroups:
-    """Blocks given out in runs, extended in place, with spares that others can take back.
+    """Blocks allocated in contiguous groups, with spare blocks that other requests can reclaim.
 
     Args:
         block_size: tokens of a block.
-        init: blocks of a group, when a request gets one.
-        seed: of the requests whose spare is taken back.
+        init: initial number of blocks of a group.
+        seed: seed of the choice of requests whose spare blocks are reclaimed.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"fixed_size_blocks", "takes_back"})
@@ -69,12 +69,12 @@ class BlockGroups:
 class GroupedBlocks:
     """The bookkeeping that :class:`BlockGroups` builds.
 
-    A block is free, held by a request, in the spare behind a request's last block, or cooling:
-    given back while a transfer still touched it, and taken only when nothing else is left.
+    A block is free, held by a request, spare after a request's last block, or cooling: freed during
+    a transfer, and reused only if no other block is free.
 
     Args:
         group: blocks of a group.
-        seed: of the requests whose spare is taken back.
+        seed: seed of the choice of requests whose spare blocks are reclaimed.
     """
 
     def __init__(self, num_blocks: int, block_size: int, group: int, *, seed: int = 0) -> None:
@@ -93,7 +93,7 @@ class GroupedBlocks:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out: free, spare and cooling."""
+        """Number of allocatable blocks: free, spare and cooling."""
         return self._free.total + self._num_spare + self._num_cooling
 
     def match_prefix(self, request: Request) -> int:

@@ -62,7 +62,7 @@ class Borrower:
         return self.kv.begin(wanted) if wanted > 0 else []
 
     def returns(self) -> dict[int, list[int]]:
-        """Blocks to give back now, by instance: no longer used, or more than will be."""
+        """Blocks to return now, by instance: unused, or more than needed."""
         if not self.scheduler.waiting:
             self.kv.spare(2 * self.ahead())
         return self.kv.returns()

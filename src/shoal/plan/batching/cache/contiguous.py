@@ -19,10 +19,10 @@ from shoal.plan.batching.common import BlockSize, whole_blocks
 
 @part
 class ContiguousCache:
-    """One run of consecutive blocks for prompt and ``max_tokens``, first fit, not shared.
+    """Contiguous blocks for prompt and ``max_tokens``, allocated by first fit, not shared.
 
     Args:
-        block_size: tokens of a block, the unit in which runs are measured.
+        block_size: tokens of a block, the unit of allocation.
     """
 
     block_size: BlockSize = 16

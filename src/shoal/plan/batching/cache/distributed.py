@@ -46,21 +46,21 @@ def place_of(number: int) -> tuple[int, int]:
 
 @part
 class Distributed:
-    """Blocks on demand, and the oldest ones of long requests in other instances' memory.
+    """Blocks on demand; the oldest blocks of long requests are in the memory of other instances.
 
     Args:
-        instances: engines that lend each other memory, each with a cache of ``kv_tokens``; 1
-            for none but a host.
+        instances: number of engines that lend each other memory, each with a cache of
+            ``kv_tokens``; 1 to lend from the host only.
         block_size: tokens of a block.
-        prefix_reuse: requests that start alike share the full blocks of their start, those
-            that are here.
-        watermark: share of its own blocks that an instance does not lend.
-        max_lenders: most instances that hold blocks of one request.
-        host_tokens: tokens of a lender that computes no requests: host memory, and the attention
-            over it on the host's cores; 0 for none.
-        beat_s: s between two words of an instance on how it is.
-        timeout_s: s of silence after which an instance is lost; more than its longest step. One
-            that has died is noticed at once.
+        prefix_reuse: requests with a common prefix share its full blocks, as far as they are on
+            this instance.
+        watermark: share of an instance's own blocks that it does not lend.
+        max_lenders: largest number of instances that hold blocks of one request.
+        host_tokens: tokens of a lender that runs no requests: host memory, whose attention the
+            host's cores compute; 0 for none.
+        beat_s: s between two heartbeats of an instance.
+        timeout_s: s without a heartbeat after which an instance is lost; longer than its longest
+            step. An exited process is noticed at once.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"lends_blocks"})
@@ -159,7 +159,7 @@ class DistributedBlocks(PagedBlocks):
 
     Args:
         watermark: blocks that are not lent.
-        max_lenders: most instances that hold blocks of one request.
+        max_lenders: largest number of instances that hold blocks of one request.
         prefix_reuse: share full blocks.
     """
 
@@ -200,12 +200,12 @@ class DistributedBlocks(PagedBlocks):
 
     @property
     def num_local(self) -> int:
-        """Blocks of this instance that can be given out."""
+        """Number of allocatable blocks of this instance."""
         return len(self._free) + len(self._forgotten)
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out, granted ones of others included."""
+        """Number of allocatable blocks, including granted ones of other instances."""
         return self.num_local + self._num_credits - self._num_unbacked
 
     def allocate(self, request: Request, n_tokens: int) -> bool:
@@ -239,7 +239,7 @@ class DistributedBlocks(PagedBlocks):
         return self.match_prefix(child)
 
     def free(self, request: Request) -> None:
-        """See :class:`~shoal.ir.engine.KVManager`; blocks elsewhere are to be given back."""
+        """See :class:`~shoal.ir.engine.KVManager`; lent blocks are marked for return."""
         self._holding.pop(request.id, None)
         loans = self._loans.pop(request.id, None)
         if loans is not None:
@@ -275,7 +275,7 @@ class DistributedBlocks(PagedBlocks):
 
     @property
     def borrowed(self) -> dict[int, int]:
-        """Blocks of each other instance that this one has: used, granted or to be given back."""
+        """Blocks of each other instance on loan: used, granted or to be returned."""
         numbers: dict[int, int] = {}
         for held in (self._credits, self._returns):
             for instance, blocks in held.items():
@@ -389,7 +389,7 @@ class DistributedBlocks(PagedBlocks):
             self._sent += 1
 
     def spare(self, keep: int) -> None:
-        """Grants beyond what is promised and ``keep`` free blocks are to be given back."""
+        """Grants beyond the promised blocks and ``keep`` free blocks are marked for return."""
         for instance in list(self._credits):
             while self._credits[instance] and self._num_credits > self._num_unbacked:
                 if self.num_free <= keep:
@@ -398,7 +398,7 @@ class DistributedBlocks(PagedBlocks):
                 self._num_credits -= 1
 
     def returns(self) -> dict[int, list[int]]:
-        """Blocks to give back to other instances, listed once: they are no longer ours then."""
+        """Blocks to return to other instances, which the call removes from this one."""
         returns, self._returns = self._returns, {}
         return returns
 

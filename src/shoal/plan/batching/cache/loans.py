@@ -28,7 +28,7 @@ class InstanceStatus:
 
     Args:
         lendable: blocks that it would lend now.
-        short: blocks that its next request lacks; 0 if none waits for room.
+        short: blocks missing for its next request; 0 if no request waits for memory.
         waiting: tokens of that request.
         ahead: blocks that those that run will soon lack.
         contexts: tokens of each request that runs.
@@ -47,7 +47,7 @@ class InstanceStatus:
 
 
 class Loan(NamedTuple):
-    """Blocks that one instance has of another, or should have, or should give back."""
+    """Blocks that one instance borrows from another, or should borrow or return."""
 
     debtor: int
     creditor: int
@@ -72,7 +72,7 @@ class LoanRegistry:
     """The books of all debts, and advice on new ones.
 
     Args:
-        cost: seconds of a step, the same on all.
+        cost: seconds of a step, equal on all instances.
         timeout_s: s of silence after which an instance is lost.
         max_lenders: most lenders of one loan.
     """

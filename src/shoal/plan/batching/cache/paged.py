@@ -25,11 +25,11 @@ from shoal.plan.batching.common import BlockSize, DigestChain, whole_blocks
 
 @part
 class Paged:
-    """Blocks given out on demand, with reference counts and reuse of prefixes.
+    """Blocks allocated on demand, with reference counts and prefix reuse.
 
     Args:
         block_size: tokens of a block.
-        prefix_reuse: requests that start alike share the full blocks of their start.
+        prefix_reuse: requests with a common prefix share its full blocks.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"fixed_size_blocks", "takes_back"})
@@ -92,7 +92,7 @@ class PagedBlocks:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out, those of forgotten prefixes included."""
+        """Number of allocatable blocks, including evictable prefixes."""
         return len(self._free) + len(self._forgotten)
 
     def match_prefix(self, request: Request) -> int:

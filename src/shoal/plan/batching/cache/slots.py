@@ -26,11 +26,11 @@ from shoal.plan.batching.common import BlockSize
 
 @part
 class Slots:
-    """One slot of ``max_len`` tokens a request; longer requests are refused when they come.
+    """One slot of ``max_len`` tokens per request; longer requests are rejected on arrival.
 
     Args:
-        max_len: tokens of a slot: most of a request, prompt and output, that lie in the cache.
-        block_size: tokens of a block, the unit in which a slot is read and moved.
+        max_len: tokens of a slot: the longest prompt and output together.
+        block_size: tokens of a block, the unit of reads and copies of a slot.
     """
 
     max_len: int = 512

@@ -22,16 +22,16 @@ from shoal.plan.batching.preemption.swap import Asynchronous, SwapPreemption, ho
 
 @part
 class AutoPreempt:
-    """Swapping where copies are estimated to take less time than computing again.
+    """Swap where copying is estimated to take less time than recomputation.
 
-    Without host memory, or where the time of either is unknown, it recomputes.
+    Without host memory, or if either time is unknown, recompute.
 
     Args:
-        asynchronous: auto, always or never; whether requests run while one is brought back.
-        keep_host_copies: a copy stays when its request is back, so that only new tokens are
-            sent the next time.
-        park: what a request has in the cache at its end goes to the host as well, if that is
-            faster than computing it again.
+        asynchronous: whether requests run while another one is copied back: auto, always or never.
+        keep_host_copies: keep the host copy after a request is back, so that the next preemption
+            copies only new tokens.
+        park: also copy the cache of a finished request to the host if that is faster than
+            recomputation.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset(

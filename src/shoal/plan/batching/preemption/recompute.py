@@ -25,7 +25,7 @@ from shoal.ir.serving import Fetched
 
 @part
 class Recompute:
-    """A preempted request is computed again; nothing is copied, and no host memory is used."""
+    """Recompute a preempted request; nothing is copied, and no host memory is used."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"recomputes_cache"})
 

@@ -60,15 +60,15 @@ def host_blocks(host_tokens: int, kv: KVManager, limits: SchedulerLimits) -> int
 
 @part
 class Swap:
-    """A preempted request waits in host memory; what finds no room there is computed again.
+    """Copy a preempted request's cache to the host; recompute it if the host has no space.
 
     Args:
-        asynchronous: auto, always or never; whether requests run while one is brought back.
-        keep_host_copies: a copy stays when its request is back, so that only new tokens are
-            sent the next time.
-        park: what a request has in the cache at its end goes to the host as well; a later
-            prompt that begins with it, such as the next turn of a conversation, fetches it.
-        join: blocks that follow each other on both sides are one copy.
+        asynchronous: whether requests run while another one is copied back: auto, always or never.
+        keep_host_copies: keep the host copy after a request is back, so that the next preemption
+            copies only new tokens.
+        park: also copy the cache of a finished request to the host; a later prompt with this
+            prefix, such as the next turn of a conversation, fetches it.
+        join: copy blocks that are consecutive on both sides at once.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"swaps_cache"})

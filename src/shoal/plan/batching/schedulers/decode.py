@@ -25,12 +25,12 @@ from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
 
 @part
 class Decode:
-    """Continuous batching of requests that are fetched when there is room for them.
+    """Continuous batching of prefilled requests, fetched when the cache has space for them.
 
     Args:
-        waiting_share: share of the cache that accepted requests may hold before they run.
-        watermark: share of the cache that stays free when a request is accepted, so that
-            the others can grow.
+        waiting_share: largest share of the cache for accepted requests that do not run yet.
+        watermark: share of the cache that stays free when a request is accepted, for the growth of
+            running requests.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"phase_decode"})

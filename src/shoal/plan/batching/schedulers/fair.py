@@ -46,14 +46,14 @@ _STAYS = 0.8
 
 @part
 class Fair:
-    """The most important requests run, and priorities change every few steps.
+    """Run the requests with the highest priority; priorities are updated every few steps.
 
     Args:
-        policy: vtc (the least served session first), markov or uniform (drawn).
-        frequency: updates of the priorities a step; 0 keeps those that requests come with.
-        chunked: a prompt may be cut to fit a step.
-        watermark: share of the cache that stays free when a request joins others.
-        seed: of what is drawn.
+        policy: vtc (least served session first), markov or uniform (random priorities).
+        frequency: priority updates per step; 0 keeps the priorities of the requests.
+        chunked: split prompts into chunks that fit a step.
+        watermark: share of the cache that stays free when a request is admitted.
+        seed: seed of the random priorities.
     """
 
     policy: Policy = "vtc"
@@ -101,7 +101,7 @@ class FairScheduler(FcfsScheduler):
         period: steps between two updates; 0 for none.
         chunked: prompts may be cut.
         watermark: share of the cache to leave free on admission.
-        seed: of what is drawn.
+        seed: seed of the random priorities.
     """
 
     def __init__(

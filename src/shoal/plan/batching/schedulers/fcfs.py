@@ -52,13 +52,13 @@ _chunk = partial(tuple.__new__, Chunk)
 
 @part
 class Fcfs:
-    """Continuous batching in the order of arrival.
+    """Continuous batching, first come, first served.
 
     Args:
-        chunked: a prompt may be cut to fit a step; otherwise it waits until a step has room
-            for all of it (what is computed again after preemption may still be cut).
-        watermark: share of the cache that stays free when a request joins others, so that
-            they can grow.
+        chunked: split prompts into chunks that fit a step; otherwise a prompt waits for a step that
+            holds all of it (recomputation after preemption may still be chunked).
+        watermark: share of the cache that stays free when a request is admitted, for the growth of
+            running requests.
     """
 
     chunked: bool = True

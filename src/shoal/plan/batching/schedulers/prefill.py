@@ -37,10 +37,10 @@ _LINEAR = 1.8
 
 @part
 class Prefill:
-    """Whole prompts, batched up to a number of tokens and held until they are fetched.
+    """Prefill whole prompts in batches of limited tokens; their cache is kept until it is fetched.
 
     Args:
-        batch_tokens: prompts share a step up to so many tokens; ``max_step_tokens`` if none.
+        batch_tokens: largest number of prompt tokens of a step; ``max_step_tokens`` if none.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"phase_prefill"})

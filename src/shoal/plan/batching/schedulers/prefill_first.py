@@ -33,11 +33,11 @@ from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
 
 @part
 class PrefillFirst:
-    """Steps of whole prompts before steps of decodes.
+    """Steps that prefill whole prompts come before steps that decode.
 
     Args:
-        batch_tokens: prompts share a step up to so many tokens; ``max_step_tokens`` if none.
-        watermark: share of the cache that stays free when a request joins others.
+        batch_tokens: largest number of prompt tokens of a step; ``max_step_tokens`` if none.
+        watermark: share of the cache that stays free when a request is admitted.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"prompts_apart"})

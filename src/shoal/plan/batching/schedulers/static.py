@@ -19,10 +19,10 @@ from shoal.plan.batching.common import Queues
 
 @part
 class Static:
-    """Batches of up to ``max_running`` requests, each run to its end before the next.
+    """Static batches of up to ``max_running`` requests; a batch ends before the next one starts.
 
-    A batch takes the requests that wait when it starts, as many as the cache holds at
-    their full lengths; so nothing is ever preempted.
+    A batch takes the waiting requests, as many as the cache holds at their full lengths, so no
+    request is preempted.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches"})

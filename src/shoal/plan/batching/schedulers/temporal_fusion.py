@@ -24,11 +24,11 @@ from shoal.plan.batching.common import Queues
 
 @part
 class TemporalFusion:
-    """All generate together; prompts are computed beside them, a piece a step.
+    """Decode all running requests in each step, beside one chunk of the waiting prompts.
 
     Args:
-        lane_tokens: most tokens of prompts in a step that also generates; a step without
-            a request that generates takes all that a step may have.
+        lane_tokens: largest number of prompt tokens in a step that also decodes; a step without
+            decodes uses the full token budget.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches"})

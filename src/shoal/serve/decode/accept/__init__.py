@@ -1,1 +1,1 @@
-"""Acceptance rules: which guesses hold. Each is a part of kind ``accept``."""
+"""Acceptance rules: how draft tokens are accepted. Each is a part of kind ``accept``."""

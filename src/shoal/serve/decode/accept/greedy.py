@@ -12,7 +12,7 @@ from shoal.serve.decode.accept.sample_match import SampleMatch
 
 @part
 class GreedyAcceptance(SampleMatch):
-    """The tokens of greedy decoding; requests that sample are refused.
+    """Accept the tokens of greedy decoding; requests that sample are refused.
 
     Source: Stern et al., Blockwise Parallel Decoding, 2018, section 3.
     """

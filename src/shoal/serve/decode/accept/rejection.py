@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @part
 class Rejection:
-    """The model's distribution, and more accepted guesses than by match where guesses are drawn.
+    """Rejection sampling: keeps the model's distribution and accepts more than ``sample_match``.
 
-    A guess x that was drawn with probability q(x) holds with probability min(1, p(x) / q(x)). If
-    it does not, p becomes max(p - q, 0) over its sum, and the next sibling, which was drawn
-    without x, is asked in the same way; after the last one the token is drawn from what p is then.
-    A guess that was not drawn counts as certain: it holds with probability p(x).
+    A draft token x, drawn with probability q(x), is accepted with probability min(1, p(x) / q(x)).
+    Otherwise p is replaced by the normalized max(p - q, 0), and the next sibling, drawn without x,
+    is tested in the same way; after the last sibling the token is drawn from the remaining p. A
+    draft token that was not drawn counts as certain: it is accepted with probability p(x).
 
-    Greedy requests get greedy tokens. Those that sample get other tokens than plain decoding gives
-    for the same seed, with the same probabilities.
+    Greedy requests get greedy tokens. Requests that sample get other tokens than plain decoding
+    with the same seed, from the same distribution.
 
     Source: Leviathan et al., 2023, section 2.3; Jeon et al., Recursive Speculative Decoding, 2024,
     section 3.2 (siblings without replacement).

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @part
 class SampleMatch:
-    """The tokens of plain decoding, whatever was guessed: greedy ones, or those of the same seed.
+    """Accept the tokens that plain decoding gives, greedy or sampled with the same seed.
 
-    The random number of a token depends on the request's seed and on the token's place alone, so
-    the row of a node draws with the number that plain decoding would draw with there.
+    The random number of a token depends on the request's seed and the token's position alone, so
+    the row of a node samples with the number of plain decoding.
 
     Source: Miao et al., SpecInfer, 2023, section 4.3 (naive sampling).
     """

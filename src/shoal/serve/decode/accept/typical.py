@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
 @part
 class Typical:
-    """Guesses above a threshold that falls with the model's own uncertainty; **not lossless**.
+    """Accept tokens above a threshold that falls with the model's entropy; **not lossless**.
 
-    A guess x after a path holds if ``p(x) > min(epsilon, delta * exp(-entropy(p)))``. The longest
-    path of such guesses wins, of equally long ones the most probable. The token after it is the
-    model's best one, so that the first token of every step is always there and always greedy.
-    Requests that sample get other text than by sampling, less varied; greedy requests get greedy
-    tokens.
+    A draft token x after a path is accepted if ``p(x) > min(epsilon, delta * exp(-entropy(p)))``.
+    The longest accepted path is taken; of equally long ones, the most probable. The token after it
+    is the model's most probable one, so the first token of every step is greedy. Requests that
+    sample get less varied text than with sampling; greedy requests get greedy tokens.
 
     Args:
-        epsilon: probability above which a guess always holds.
-        delta: share of exp(-entropy) above which it holds too.
+        epsilon: probability above which a draft token is always accepted.
+        delta: factor of exp(-entropy) in the threshold.
 
     Source: Cai et al., Medusa, 2024, section 2.3.1.
     """

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @part
 class Diffusion:
-    """Many tokens a forward pass, for models of masked diffusion.
+    """Unmask several tokens per forward pass; for masked-diffusion models.
 
     Args:
-        unmask: which guesses are kept in an iteration.
-        refresh: what is computed again in an iteration.
-        iteration: what the model sees at a mask.
+        unmask: which tokens are unmasked in an iteration.
+        refresh: what an iteration recomputes.
+        iteration: input of the model at a masked position.
         block: masks of a block; blocks are decoded from left to right.
-        unroll: iterations before it is asked whether a block is through.
-        expected: tokens that an iteration is taken to unmask, in plans; a served model reports its
-            own in ``/metrics``. With ``unmask`` fixed it follows from that.
+        unroll: iterations between two checks whether a block is finished.
+        expected: expected tokens per iteration, used by plans; a served model reports its own value
+            in ``/metrics``. With ``unmask: fixed`` it is derived from its steps.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"whole_blocks"})

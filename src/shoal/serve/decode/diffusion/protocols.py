@@ -56,7 +56,7 @@ class Unmask(Protocol):
 
 
 class Refresh(Protocol):
-    """A part of kind ``refresh``: what is computed again, when later tokens have changed."""
+    """A part of kind ``refresh``: what is recomputed after later tokens have changed."""
 
     def window(self, block: Window, length: int, step: int) -> Window:
         """Places that an iteration computes; all others are seen as they stand in the cache.

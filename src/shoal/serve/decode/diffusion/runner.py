@@ -83,9 +83,9 @@ class DiffusionRunner(EngineHook):
     Args:
         model: of masked diffusion; computes in the dtype of its weights, where they are.
         cache: of the same dtype and device.
-        unmask: which guesses are kept.
-        refresh: what is computed again.
-        iteration: what is seen at a mask.
+        unmask: which tokens are unmasked.
+        refresh: what is recomputed.
+        iteration: the input at masked positions.
         longest: most tokens and masks of a request.
         rows: most requests of a step.
         unroll: iterations of a step.

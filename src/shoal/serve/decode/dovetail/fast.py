@@ -39,7 +39,7 @@ def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class FastFusion:
-    """Gate, layers and head, ready to guess.
+    """Gate, layers and head, prepared for drafting.
 
     Args:
         net: trained; its layers change into those of inference.

@@ -48,7 +48,7 @@ class LayerProvider(Protocol):
         """
 
     def states(self, rows: int) -> bytes:
-        """The states of so many rows, which were asked for.
+        """The requested states of this number of rows.
 
         Raises:
             ServeError: the other process is gone.

@@ -53,7 +53,7 @@ class NetOutput(NamedTuple):
 
     Args:
         features: one place further [T, D], or of the last row alone.
-        tokens: the best behind each row that was asked for, best first [W, K].
+        tokens: the most probable next tokens of each requested row, best first [W, K].
         values: logs of their probabilities [W, K].
     """
 

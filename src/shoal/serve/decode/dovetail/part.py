@@ -62,25 +62,26 @@ _EXIT_S = 1.5
 
 @part
 class DovetailSpeculative(TrainedSpeculator):
-    """A feature drafter (``job: drafter`` with ``drafter: dovetail``) in a process of its own.
+    """A feature drafter (``job: drafter`` with ``drafter: dovetail``) in a separate process.
 
     Args:
         path: its directory.
-        depth: tokens that it looks ahead.
-        breadth: nodes that each level goes on from.
-        nodes: most guesses that are verified, the most probable ones.
-        draft_device: where the drafter computes.
-        cores: cores that its process is held to; none for any.
+        depth: number of draft tokens in a path.
+        breadth: nodes of each level that are expanded.
+        nodes: largest number of draft tokens that are verified, the most probable ones.
+        draft_device: device of the drafter.
+        cores: cores to which its process is pinned; empty for no pinning.
         target_layers: first layers of the target that are computed there too, or ``auto``, which
-            takes as many as ``memory_cap`` has room for. The host then has neither their weights
-            nor their cache, and the states of a step's rows cross once.
-        memory_cap: most bytes of weights and cache there, of drafter and layers; 0 for no cap.
-        overlap: let it go on from its own best path while the target verifies.
-        link_s: s that each message is held up, to emulate a slower way.
-        link_bytes_per_s: bandwidth of that way; 0 leaves messages as fast as they are.
-        weights: format of the drafter's matrices, such as int8-g64, where it is computed by the
-            kernels of inference; a coarser one guesses a little worse, and changes no token.
-        accept: which guesses hold.
+            takes as many as fit in ``memory_cap``. The host then has neither their weights nor
+            their cache, and the hidden states of a step's rows are sent once.
+        memory_cap: largest number of bytes of weights and cache there, of drafter and layers; 0 for
+            no limit.
+        overlap: draft from its own best path while the target verifies.
+        link_s: s by which each message is delayed, to emulate a slower link.
+        link_bytes_per_s: byte/s of the emulated link; 0 for no limit.
+        weights: format of the drafter's matrices, such as int8-g64, where the inference kernels
+            compute it; a coarser format lowers the acceptance rate a little and changes no token.
+        accept: how draft tokens are accepted.
     """
 
     path: str
@@ -171,7 +172,7 @@ class DovetailDrafter:
     """The verifier's side of a drafter in another process.
 
     Args:
-        told: what that process is given, see :mod:`~shoal.serve.decode.dovetail.worker`.
+        told: arguments of that process, see :mod:`~shoal.serve.decode.dovetail.worker`.
         nodes: most nodes of a tree.
         nbytes: of the drafter's weights and of what it keeps of one request.
 
@@ -183,8 +184,8 @@ class DovetailDrafter:
         itemsize: bytes of one of its numbers.
         target_layers: first layers of the target that are computed there.
         expected_bytes: that must have crossed the way by the formula.
-        drafts: passes and s of the drafter for each of the last trees, as it said; a tree that was
-            drafted ahead took none.
+        drafts: passes and s reported by the drafter for each of the last trees; 0 for a tree that
+            was drafted ahead.
     """
 
     needs: ClassVar[Needs] = "all"

@@ -60,7 +60,7 @@ class _Layers:
 
 
 class SharedLayers:
-    """Layers, and the caches of those that ask for them.
+    """Layers, and the caches of the processes that use them.
 
     Args:
         parameters: of the whole model; only these layers are read.

@@ -69,7 +69,7 @@ class FeatureTrees:
 
     Args:
         depth: tokens looked ahead.
-        breadth: nodes that each level goes on from.
+        breadth: nodes of each level that are expanded.
         limit: most tokens of a request.
 
     Attributes:

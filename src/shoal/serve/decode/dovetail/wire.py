@@ -100,7 +100,7 @@ class Channel:
     """One end of the way between both processes.
 
     Args:
-        link: what is sent is held up as this link would; not at all without.
+        link: emulated link that delays messages; None for no delay.
         spin_s: s for which a message is waited for without sleeping; see :data:`SPIN_S`.
 
     Attributes:

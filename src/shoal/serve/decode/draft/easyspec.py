@@ -35,26 +35,26 @@ _TEXT, _PASSES = 48, 15
 
 @part
 class EasySpec:
-    """A draft model whose layers guess in groups.
+    """A draft model whose layers are computed in parallel, group by group.
 
     Args:
-        path: the smaller model, as of ``draft_model``.
-        depth: tokens that it looks ahead.
-        breadth: nodes that each level goes on from; 1 makes a chain.
-        nodes: most guesses that are verified; 0 for breadth * depth.
-        group: layers of a group, or the size of each group, or ``auto``, which measures groups
-            when the engine starts. The first layer and the last stand alone. 1 is plain drafting.
-        realise: ``fused`` makes a group's projections one product and its attention one call,
-            ``sequential`` computes them one after the other, and ``ranks`` has each layer's
-            attention on another process, with its keys and values, and shares the width of
-            feed-forward layers among them.
-        stale: what reads the input of a group: ``attention`` of its layers, or ``full``, their
-            feed-forward layers too, which then are one wide layer.
-        ranks: processes of ``realise: ranks``; the one that serves is the first of them.
-        cores: cores that the others are held to, one each; none for any.
-        calibrate: let the exact draft read what was accepted; False leaves stale keys and values
-            in its cache, to see what that costs.
-        accept: which guesses hold.
+        path: directory of the draft model, as for ``draft_model``.
+        depth: number of draft tokens in a path.
+        breadth: nodes of each level that are expanded; 1 makes a chain.
+        nodes: largest number of draft tokens that are verified; 0 for breadth * depth.
+        group: layers of a group, or the size of each group, or ``auto``, which measures groups when
+            the engine starts. The first and the last layer are not in a group. 1 is plain drafting.
+        realise: ``fused`` computes a group's projections as one product and its attention as one
+            call, ``sequential`` computes them one after another, and ``ranks`` computes each
+            layer's attention in another process, which stores its keys and values, and shards the
+            width of feed-forward layers over the processes.
+        stale: what reads the input of a group: ``attention`` of its layers, or ``full``, also their
+            feed-forward layers, which then form one wide layer.
+        ranks: number of processes with ``realise: ranks``; the serving process is the first one.
+        cores: cores to which the other processes are pinned, one each; empty for no pinning.
+        calibrate: compute the keys and values of accepted tokens exactly; False keeps stale ones in
+            the draft's cache, to measure the loss of accepted tokens.
+        accept: how draft tokens are accepted.
     """
 
     path: str

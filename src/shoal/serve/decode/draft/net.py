@@ -150,7 +150,7 @@ def _slots(context: RequestContext, size: int) -> np.ndarray:
 
 
 class Holder(Protocol):
-    """What is kept of one request, with blocks of a drafter's cache."""
+    """State of one request, with blocks of a drafter's cache."""
 
     request: Request
     blocks: list[int]
@@ -202,15 +202,15 @@ class DraftState:
 
 
 class DraftMemory(Generic[_Held]):
-    """Who holds which block of the draft's cache; the request that guessed longest ago gives way.
+    """Allocation of blocks of the draft's cache; the least recently used request is evicted.
 
-    A drafter is not notified that a request has ended: what is not asked for grows old. A request
-    whose blocks were taken is read again.
+    A drafter is not notified that a request has ended; its state ages. A request whose blocks were
+    evicted is prefilled again.
 
     Args:
         num_blocks: of the cache.
         block_size: tokens of one.
-        make: what is kept of a request, at first.
+        make: creates the state of a request.
     """
 
     def __init__(self, num_blocks: int, block_size: int, make: Callable[[Request], _Held]) -> None:

@@ -91,15 +91,16 @@ class DraftModel:
     """A model directory of the same vocabulary and tokenizer as the served model's.
 
     Args:
-        path: the smaller model.
-        depth: tokens that it looks ahead.
-        breadth: nodes that each level goes on from, and guesses of each; 1 makes a chain, more
-            grow a tree by the draft's own confidence.
-        nodes: most guesses that are verified, the most probable ones; 0 for breadth * depth.
-        prompts: prompt tokens (``ppd``) that were trained for the smaller model: it guesses a chain
-            ahead of itself, and makes the same one in fewer passes; none for a token a pass.
-        accept: which guesses hold. With ``rejection`` requests that sample get guesses that are
-            drawn from the draft's probabilities.
+        path: directory of the draft model.
+        depth: number of draft tokens in a path.
+        breadth: nodes of each level that are expanded, and draft tokens of each; 1 makes a chain,
+            more make a tree by the probabilities of the draft.
+        nodes: largest number of draft tokens that are verified, the most probable ones; 0 for
+            breadth * depth.
+        prompts: directory of prompt tokens (``ppd``) that were trained for the draft model, which
+            makes the same chain in fewer passes; empty for one token per pass.
+        accept: how draft tokens are accepted. With ``rejection``, the draft tokens of requests that
+            sample are drawn from the draft's probabilities.
     """
 
     path: str
@@ -168,11 +169,11 @@ class DraftModelDrafter:
 
     Args:
         net: the draft, and its cache.
-        depth: tokens that it looks ahead.
-        breadth: nodes that each level goes on from.
+        depth: number of draft tokens in a path.
+        breadth: nodes of each level that are expanded.
         nodes: most nodes of a tree; 0 for breadth * depth.
         limit: most tokens of a request that the draft can read.
-        draws: requests that sample get guesses that are drawn.
+        draws: draft tokens of requests that sample are drawn.
         quick: computes the levels behind the first in the place of ``net``, on the same cache and
             not as exactly: the keys and values that it leaves are computed again by ``net``.
         repairs: they are; False keeps them, to see what that costs.

@@ -89,7 +89,7 @@ class DraftRanks:
     """The serving process's side of the ranks of a draft.
 
     Args:
-        told: what every rank is given, see :func:`main`.
+        told: arguments of every rank, see :func:`main`.
         world: ranks, this process among them.
         cores: cores that the other ranks are held to, one each; none for any.
 
@@ -212,7 +212,7 @@ def _close(ends: list[socket.socket], processes: list[Any], folder: Path) -> Non
 
 
 class RankedNet(DraftNet):
-    """Passes of a draft that the serving process asks of all ranks, and computes with them.
+    """Passes of a draft that the serving process and all other ranks compute together.
 
     Args:
         own: of this rank.

@@ -78,7 +78,7 @@ class FalconOutput(NamedTuple):
 
 
 class FastFalcon:
-    """The net, ready to guess.
+    """The net, prepared for drafting.
 
     Args:
         net: trained.

@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 @part
 class FalconSpeculative(TrainedSpeculator):
-    """A net that was trained for the served model (``job: drafter``).
+    """A semi-autoregressive drafter that was trained for the served model (``job: drafter``).
 
     Args:
         path: its directory.
-        k: tokens of a pass, where it must be so many; 0 for those that the net was trained for.
-        forwards: passes of a tree; 0 for as many as pay, by what a pass takes here, of those that
-            were judged in training.
-        tree: which guesses are verified together.
-        weights: format of the net's matrices, such as int8-g128; a coarser one guesses a little
-            worse, faster, and changes no token.
-        accept: which guesses hold.
+        k: tokens of a pass; 0 for the number with which the drafter was trained.
+        forwards: passes of a tree; 0 to choose the number with the lowest time per token on this
+            machine, among those that were evaluated in training.
+        tree: tree of draft tokens that are verified together.
+        weights: format of the drafter's matrices, such as int8-g128; a coarser format is faster,
+            lowers the acceptance rate a little and changes no token.
+        accept: how draft tokens are accepted.
     """
 
     path: str

@@ -40,7 +40,7 @@ class TapedFalcon:
 
     Args:
         attention: kernel of ``paged_attention`` that reads trees.
-        longest: most tokens of a request, guesses included.
+        longest: largest number of tokens of a request, draft tokens included.
 
     Attributes:
         recorded: by branches, sequences, places and places read once more; None for those that

@@ -27,10 +27,10 @@ def ready_linear(weight_NK: Tensor, bias_N: Tensor | None, weights: str) -> nn.M
 
 
 class FastHeads:
-    """Heads ready to guess.
+    """Heads prepared for drafting.
 
     Args:
-        width: guesses of each head.
+        width: candidates of each head.
         weights: format of the matrices.
     """
 

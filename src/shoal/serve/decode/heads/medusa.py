@@ -38,11 +38,11 @@ class MedusaSpeculative(TrainedSpeculator):
 
     Args:
         path: their directory.
-        heads: use the first so many; 0 for all.
-        tree: which of their guesses are verified together.
-        weights: format of their matrices, such as int8-g128; a coarser one guesses a little
-            worse, faster, and changes no token.
-        accept: which guesses hold.
+        heads: use only the first ones, this many; 0 for all.
+        tree: tree of draft tokens that are verified together.
+        weights: format of their matrices, such as int8-g128; a coarser format is faster, lowers the
+            acceptance rate a little and changes no token.
+        accept: how draft tokens are accepted.
     """
 
     path: str

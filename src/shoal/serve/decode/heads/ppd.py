@@ -51,10 +51,10 @@ class PpdSpeculative(TrainedSpeculator):
 
     Args:
         path: their directory.
-        prompts: use the first so many; 0 for all.
-        tree: which guesses are the best ones of every depth; how many of them, and how many
-            prompt tokens below each, follows from what is likely to be accepted and what rows cost.
-        accept: which guesses hold.
+        prompts: use only the first ones, this many; 0 for all.
+        tree: order of the draft tokens of every depth; their number, and the number of prompt
+            tokens below each, follow from the acceptance rates and the cost of rows.
+        accept: how draft tokens are accepted.
     """
 
     path: str
@@ -124,7 +124,7 @@ class PpdDrafter:
 
     Args:
         embeddings: [m, E, D] of the prompt tokens.
-        trees: of every number of rows, and of every number of guesses at hand.
+        trees: of every number of rows and of available predictions.
         vocab_size: V.
     """
 

@@ -222,7 +222,7 @@ class PromptedDrafter(DraftModelDrafter):
         net: the draft, and its cache.
         prompts: guess for the draft.
         rows: of its trees, root and prompt rows included; enough for all prompt tokens.
-        depth: tokens that it looks ahead.
+        depth: number of draft tokens in a path.
         nodes: most tokens of a chain; 0 for depth.
         limit: most tokens of a request that the draft can read.
     """

@@ -33,7 +33,7 @@ Realise = Literal["queries", "keys"]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Who sees what in a step: pairs of a token and a block, those of a block side by side.
+    """Attention of a step: pairs of a token and a block, grouped by block.
 
     Args:
         tokens: [4, N]: the token, its place in its own block, its slot, and the position of its

@@ -29,7 +29,7 @@ from shoal.serve.cache.paged import PagedCache
 
 @dataclass(slots=True, eq=False)
 class HogwildBlock:
-    """Tokens of one writer, whose keys have positions of their own.
+    """Tokens of one writer, whose keys have their own positions.
 
     Args:
         number: its row in the table of its store.

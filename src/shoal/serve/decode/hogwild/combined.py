@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @part
 class CombinedLayout:
-    """The prompt, the finished steps of all, the others' steps under way, and one's own."""
+    """The prompt, all finished steps, the other workers' unfinished steps, and the worker's own."""
 
     moves: ClassVar[bool] = True
     headers: ClassVar[tuple[str, ...]] = ("history", "others", "own")

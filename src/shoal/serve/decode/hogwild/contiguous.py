@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @part
 class ContiguousLayout:
-    """The prompt, all that the others have written, and all of one's own."""
+    """The prompt, all tokens of the other workers, and the worker's own tokens."""
 
     moves: ClassVar[bool] = False
     headers: ClassVar[tuple[str, ...]] = ()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @part
 class InterleavedLayout:
-    """The prompt, the finished steps of all, and one's own step; the others' steps are private."""
+    """The prompt, the finished steps of all workers, and the worker's own unfinished step."""
 
     moves: ClassVar[bool] = True
     headers: ClassVar[tuple[str, ...]] = ()

@@ -36,28 +36,28 @@ Bob: Alice's 84 is right, so I go on with 84 - 20 = 64 and do not compute it aga
 
 @part
 class Hogwild:
-    """Workers of one model write at once; each sees what the others write, token by token.
+    """Several workers of one model generate concurrently; each attends to the others' tokens.
 
-    With one worker nothing is added to the prompt, and this is ordinary decoding.
+    With one worker the prompt is unchanged and decoding is autoregressive.
 
     Args:
-        workers: of a request that does not say; and most of a request.
-        layout: what a worker sees, in which order.
-        realise: how blocks take their places: queries are turned for each block, or keys are
-            turned, which is the definition and slower.
-        names: of the workers; Worker 1 and so on for the others.
-        prefix: begins each step of a worker, with its ``{name}``.
-        rules: what is added to the prompt: roles, rules, examples.
-        history_header: stands before finished steps.
-        others_header: stands before the others' steps under way.
-        own_header: stands before a worker's own step.
+        workers: default and largest number of workers of a request.
+        layout: what a worker attends to, in which order.
+        realise: how blocks get their positions: rotate the queries for each block, or rotate the
+            keys (the definition in the paper; slower).
+        names: names of the workers; further workers are called Worker 3 and so on.
+        prefix: text at the beginning of each step of a worker, with its ``{name}``.
+        rules: text added to the prompt: roles, rules, examples.
+        history_header: text before the finished steps.
+        others_header: text before the unfinished steps of the other workers.
+        own_header: text before a worker's own step.
         separator: ends a step.
-        probe_every: tokens of a worker between two probes whether its work is another's; 0 for
-            none.
+        probe_every: tokens of a worker between two probes for repeated work; 0 for no probes.
         probe: the question of a probe.
-        marker: regular expression of a final answer; when one worker has written it, all stop.
-        early_answer: written for the first worker when the tokens are nearly used up.
-        answer_tokens: tokens that are kept for the answer then.
+        marker: regular expression of a final answer; when one worker writes it, all stop.
+        early_answer: text that is written for the first worker when the token budget is nearly used
+            up.
+        answer_tokens: tokens that are reserved for the answer then.
     """
 
     workers: Annotated[int, Ge(1), Le(_MOST_WORKERS)] = 2

@@ -18,7 +18,7 @@ class BlockSpace:
         prompt: what all have been given, and then the finished steps of all.
         own: name of each worker -> the block it writes to.
         history: steps that were finished just now, in the order in which they were.
-        headers: blocks that say what follows: ``others`` and ``own``, where there are any.
+        headers: header blocks: ``others`` and ``own``, if there are any.
     """
 
     prompt: HogwildBlock
@@ -33,7 +33,7 @@ class BlockSpace:
 
 @runtime_checkable
 class HogwildLayout(Protocol):
-    """A part of kind ``hogwild_layout``: what a worker sees, in which order. Keeps no state.
+    """A part of kind ``hogwild_layout``: what a worker attends to, in which order. Keeps no state.
 
     Attributes:
         moves: a finished step goes from its worker's block to the common history.

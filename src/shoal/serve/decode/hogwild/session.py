@@ -26,7 +26,7 @@ class HogwildWorker:
         pending: tokens that are chosen, or given, and in no block yet.
         moves: the pending token ends a step, whose block goes to the history.
         since_probe: tokens since the last probe.
-        said: what it has got in this step, to be reported.
+        said: tokens of this step to report.
         infos: log probabilities of that.
         finish: why it ended.
         reported: whether that has been reported.

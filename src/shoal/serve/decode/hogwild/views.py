@@ -60,7 +60,7 @@ class HogwildView:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Tokens that a step puts down in the own block of a view, and computes.
+    """Tokens that a step appends to the own block of a view and computes.
 
     Args:
         view: what they see, and their own block.

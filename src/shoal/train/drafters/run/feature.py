@@ -96,8 +96,8 @@ class FeatureLearner:
         target: gives embedding and output matrix, which stand still.
         loss: of features and tokens.
         glance: shares of the wrong places that are shown, at the beginning and at the end.
-        rounds: passes of the net whose guesses are judged.
-        seed: of what is shown.
+        rounds: passes of the net whose draft tokens are evaluated.
+        seed: seed of the revealed positions.
     """
 
     def __init__(

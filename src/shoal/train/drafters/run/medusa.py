@@ -41,7 +41,7 @@ def heads_loss(heads: MedusaHeads, rows: TargetRows, decay: float) -> Tensor:
 
 
 class FrozenLearner:
-    """Version 1: the target stands still, and is not even at hand.
+    """Version 1: the target is frozen and not loaded.
 
     Args:
         target: gives the heads their output matrix.
@@ -82,7 +82,8 @@ class FrozenLearner:
 class JointLearner:
     """Version 2: a low-rank change of the target is trained with the heads.
 
-    What the target said before, which its features hold, is what it is to go on saying.
+    The target's original distribution, computed from the stored features, is the reference of the
+    penalty.
 
     Args:
         target: is changed.

@@ -18,7 +18,7 @@ _EPSILON = 1e-5
 
 
 class Triplets(LowRankPart):
-    """W + (alpha / r) B diag(E) A; E begins with zeros."""
+    """W + (alpha / r) B diag(E) A; E is initialized with zeros."""
 
     kept: Tensor
 

@@ -146,7 +146,7 @@ class DroppedBottleneck(Bottleneck):
     """One that the first blocks leave out.
 
     Args:
-        drop: blocks that leave it out; in training up to so many.
+        drop: number of blocks without it; in training, the largest number.
     """
 
     def __init__(self, branch: BlockBranch, bottleneck: int, *, drop: int, seed: int) -> None:

@@ -14,7 +14,7 @@ class DoraPart(LowRank):
     """m (W + scale B A) / |W + scale B A|, lengths of rows.
 
     Args:
-        rows: the base, whose lengths the magnitudes begin with.
+        rows: the base, whose norms initialize the magnitudes.
     """
 
     def __init__(

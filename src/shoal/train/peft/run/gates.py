@@ -57,7 +57,7 @@ class GatedChange(SitePart):
         self.fixed.fill_(1.0)
 
     def after_update(self, step: int, total: int) -> None:
-        """What is closed stays at zero, whatever moments an optimizer has."""
+        """Closed gates stay at zero, independent of the optimizer's moments."""
         # Not before a step: what was saved of the last one may still be copied then.
         if not self.fixed and self._method.fix * total <= step + 1 < total:
             self._fix()

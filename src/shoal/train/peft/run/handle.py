@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class ModelPeftHandle:
-    """A method at work in a model: what is trained, what is stored, and the way back.
+    """A method applied to a model: its trained and stored tensors, and its removal.
 
     Args:
         method: the part, whose fields are its options.
         targets: what was matched, if other than the option.
 
     Attributes:
-        looks: batches that the method looks at before the first step.
+        looks: batches that the method evaluates before the first step.
     """
 
     def __init__(

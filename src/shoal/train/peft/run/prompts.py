@@ -87,7 +87,7 @@ class PromptEmbeddings(nn.Module):
     """Embeddings.
 
     Args:
-        seed: draws the tokens whose embeddings they begin with.
+        seed: seed of the tokens whose embeddings are the initial values.
     """
 
     def __init__(self, model: nn.Module, tokens: int, seed: int) -> None:

@@ -117,8 +117,7 @@ class _Product(torch.autograd.Function):
 class FrozenLinear(nn.Module):
     """Base of linear layers that stand still and whose matrix is not there whole.
 
-    One has ``dense``, the matrix made anew, and may have ways of its own to ``product`` and
-    ``back``.
+    Subclasses define ``dense``, the dequantized matrix, and may override ``product`` and ``back``.
 
     Args:
         linear: whose product it makes; its bias stays as it is.
@@ -131,7 +130,7 @@ class FrozenLinear(nn.Module):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The weight [O, I], made anew."""
+        """The dequantized weight [O, I]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
@@ -148,7 +147,7 @@ class SitePart(nn.Module):
     """What a method puts beside one site.
 
     Attributes:
-        replaces: it computes the site's output alone, and asks for none of the base's.
+        replaces: it replaces the site's output, so the base's output is not computed.
     """
 
     replaces = False

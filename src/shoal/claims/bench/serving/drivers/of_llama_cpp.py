@@ -37,7 +37,7 @@ def write_gguf(model: Path, target: Path) -> None:
 
     config = json.loads((model / "config.json").read_text())
     if config["model_type"] != "llama":
-        raise ValueError(f"model_type {config['model_type']}: this driver writes llama only")
+        raise ValueError(f"model_type {config['model_type']}: this driver supports llama only")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(target, "llama")
     writer.add_vocab_size(config["vocab_size"])

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @part
 class Hard:
-    """The model sees the mask's embedding, and thresholds are what they are."""
+    """The embedding of the mask, and unchanged thresholds."""
 
     @property
     def smooths(self) -> bool:

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @part
 class Smooth:
-    """At a mask stands (1 - w) E[mask] + w softmax(last scores) E, and thresholds come down.
+    """The embedding (1 - w) E[mask] + w softmax(last logits) E, and falling thresholds.
 
-    In iteration t of a block, w = min(weight + growth t, most), and a threshold tau is
-    max(tau, bar_from - bar_step t): guesses that rest on guesses must be surer at first.
+    In iteration t of a block, w = min(weight + growth t, most), and a threshold tau is max(tau,
+    bar_from - bar_step t), which is stricter in the first iterations.
 
     Args:
-        weight: w at first.
-        growth: added in each iteration.
-        most: w at last.
-        bar_from: threshold at first; 0 leaves thresholds as they are.
-        bar_step: taken from it in each iteration.
+        weight: initial w.
+        growth: increase of w per iteration.
+        most: largest w.
+        bar_from: initial threshold; 0 leaves thresholds unchanged.
+        bar_step: decrease of the threshold per iteration.
     """
 
     weight: Annotated[float, Ge(0), Le(1)] = 0.15

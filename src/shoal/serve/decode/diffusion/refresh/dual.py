@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @part
 class DualRefresh:
-    """The block alone is computed; all else, when the block begins."""
+    """Recompute the block alone; cache everything before and after it when the block begins."""
 
     def window(self, block: Window, length: int, step: int) -> Window:
         return (0, length) if step == 0 else block

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @part
 class NoCache:
-    """Exact, and as dear as the request is long."""
+    """Recompute the whole sequence in every iteration: exact, and slowest for long requests."""
 
     def window(self, block: Window, length: int, step: int) -> Window:
         return 0, length

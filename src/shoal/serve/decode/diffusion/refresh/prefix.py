@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @part
 class PrefixRefresh:
-    """The block and all behind it are computed; what is before it, when the block begins."""
+    """Recompute the block and all after it; cache everything before it when the block begins."""
 
     def window(self, block: Window, length: int, step: int) -> Window:
         return (0, length) if step == 0 else (block[0], length)

@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
 @part
 class VicinityRefresh:
-    """``a`` tokens before the block and ``b`` behind it are computed again in each iteration.
+    """Recompute the block, ``a`` tokens before it and ``b`` tokens after it in each iteration.
 
-    Everything is, when the block begins and in the iterations that ``warmup`` and ``every`` say.
+    The whole sequence is recomputed when the block begins and in the iterations given by ``warmup``
+    and ``every``.
 
     Args:
         a: tokens before the block.
-        b: tokens and masks behind it.
-        warmup: iterations of a block, counted with the first, that compute everything.
-        every: compute everything in each so-manyth iteration; 0 for never again.
+        b: tokens and masks after it.
+        warmup: first iterations of a block that recompute the whole sequence.
+        every: iterations between two recomputations of the whole sequence; 0 for none after
+            ``warmup``.
     """
 
     a: Annotated[int, Ge(0)] = 16

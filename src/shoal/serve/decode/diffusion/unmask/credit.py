@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 @part
 class Credit:
-    """A threshold on scores l + alpha log(1 + C), with C <- beta C + p_best ** gamma.
+    """Threshold on logits plus credit, l + alpha log(1 + C), with C <- beta C + p_best ** gamma.
 
     Args:
         alpha: weight of the credit; 0 is the plain threshold.
-        gamma: exponent of the probability that is earned; smaller forgives doubt.
-        beta: share of the credit that an iteration leaves.
+        gamma: exponent of the probability in the credit; a smaller value credits improbable tokens
+            more.
+        beta: decay of the credit per iteration.
         tau: the threshold, in (0, 1].
     """
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @part
 class Factor:
-    """The n surest places, for the largest n with (n + 1)(1 - c_n) < f; always the surest one.
+    """Unmask the n most probable tokens, for the largest n with (n + 1)(1 - c_n) < f; n >= 1.
 
-    c_n is the probability at the n-th of them. The more tokens are taken at once, the surer each
-    must be, so that their product is near what the model would say of them together.
+    c_n is the probability of the n-th of them. The more tokens are taken at once, the more probable
+    each must be, so that the product of their probabilities approximates the joint probability.
 
     Args:
-        f: the bound; larger takes more at once.
+        f: the bound; a larger value unmasks more tokens per iteration.
     """
 
     f: Annotated[float, Gt(0)] = 1.0

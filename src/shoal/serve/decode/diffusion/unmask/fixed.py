@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @part
 class Fixed:
-    """A block takes ``steps`` iterations; nothing is asked about how sure the model is.
+    """Unmask a fixed number of tokens per iteration, so that a block takes ``steps`` iterations.
 
     Args:
-        steps: iterations of a block; what they do not divide evenly goes to the first ones. As
-            many as the block has places, if not given: one token each.
+        steps: iterations of a block; the first iterations take the remainder of the division. If
+            not given, one iteration per position.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"fixed_iterations"})

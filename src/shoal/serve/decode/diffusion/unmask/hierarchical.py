@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @part
 class Hierarchical:
-    """All places above ``tau``, the surest of each run of masks if above ``low``, and the surest.
+    """Unmask tokens above ``tau``, and the best of each run of masks if above ``low``.
 
     Args:
-        tau: probability above which any token is kept, in (0, 1].
-        low: probability above which the surest one of a run is.
+        tau: probability above which any token is unmasked, in (0, 1].
+        low: probability above which the most probable token of a run is unmasked.
     """
 
     tau: Annotated[float, Gt(0), Le(1)] = 0.9

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @part
 class Threshold:
-    """All places whose best token has at least this probability, and always the surest one.
+    """Unmask all tokens of at least this probability, and always the most probable one.
 
     Args:
-        tau: the probability, in (0, 1].
+        tau: smallest probability.
     """
 
     tau: Annotated[float, Gt(0), Le(1)] = 0.9
