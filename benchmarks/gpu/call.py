@@ -12,10 +12,11 @@ from pathlib import Path
 
 from gpu import frame
 from gpu.child import run_apart
-from gpu.place import here, interpreted, priced
+from gpu.place import here, interpreted
 from gpu.table import table
 from shoal.core.errors import ShoalError
 from shoal.core.files import write_atomic
+from shoal.cost.gpu.nearest import nearest
 
 # What is in no description, to see that a fallback is said.
 UNKNOWN = "NVIDIA Z900"
@@ -73,7 +74,7 @@ def measure(asked: argparse.Namespace) -> int:
 def dry_run(stages: tuple[str, ...]) -> int:
     """Every stage on the CPU with tiny sizes: imports, arguments, files and the table."""
     interpreted()
-    failed = [f"{UNKNOWN} is priced, and nothing says so"] if not priced(UNKNOWN)[1] else []
+    failed = [f"{UNKNOWN} is priced, and nothing says so"] if not nearest(UNKNOWN)[1] else []
     out = Path(tempfile.mkdtemp(prefix="shoal-gpu-dry-"))
     place = here(out, dry=True)
     try:

@@ -17,7 +17,7 @@ import torch
 
 from gpu.frame import Case
 from gpu.models import random_model
-from gpu.place import Place, free
+from gpu.place import Place
 from gpu.timing import in_turn, judged
 from gpu.transformers_peer import decoder, middle
 from shoal.cost.shapes import find
@@ -58,7 +58,6 @@ def _measure(place: Place, batch: int) -> dict[str, Any]:
         "transformers": decoder(place, find(name), batch, prompt, answer),
     }
     result = judged(in_turn(place, methods, rounds=5, warmup=2))
-    free()
     rate = batch / result["seconds"]
     what = f"{name}, {prompt} + {answer} tokens, transformers {__version__}"
     return {**result, "tokens_per_s": rate, "what": what}

@@ -68,7 +68,9 @@ def read(out: Path, stage: str) -> dict[str, Row]:
 def write(out: Path, stage: str, rows: Mapping[str, Row]) -> None:
     """Write the rows of a stage, whole or not at all."""
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / f"{stage}.json", {"stage": stage, "rows": rows})
+    stamps = [row["stamp"] for row in rows.values() if "stamp" in row]
+    machine = {"gpu": stamps[-1]["device"]} if stamps else {}
+    write_json(out / f"{stage}.json", {"stage": stage, "machine": machine, "rows": rows})
 
 
 def put(out: Path, stage: str, name: str, row: Row) -> None:
@@ -137,6 +139,7 @@ def run_stage(
             row["error"] = f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}"
             status = AGAIN
         put(out, stage, case.name, row)
+        place.free()
         for kind in ("skipped", "error"):
             if kind in row:
                 say(f"    {case.name}: {kind}: {row[kind]}")

@@ -5,6 +5,7 @@ Prediction: the price of the link, and the step time of the plan.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,15 +13,12 @@ from typing import Any
 import torch
 
 from gpu.frame import Case
-from gpu.place import Place, free
+from gpu.place import Place
 from gpu.timing import elapsed, in_turn, judged
-from gpu.training import job, tokens_of
-from shoal.core.meter import Meter
+from gpu.training import job, steps, trainer
 from shoal.cost.price.host_link import copy_bytes_per_s
 from shoal.ir import TrainJob
-from shoal.parallel.comm.collectives import TorchComm
 from shoal.train.build import weights_of
-from shoal.train.loop import RankTrainer
 from shoal.train.planning import plan_job
 
 NEEDS = ("torch",)
@@ -78,28 +76,13 @@ def _predict(place: Place, name: str) -> dict[str, Any]:
 
 def _measure(place: Place, name: str) -> dict[str, Any]:
     size = place.pick(FULL, TINY)
-    tokens = tokens_of(place)
     jobs = {name: offloaded(size, name), "resident": job(size, compile=False)}
     turns: dict[str, Callable[[], float]] = {}
-    trainers = []
-    for key, wanted in jobs.items():
-        made = plan_job(wanted, place.machine)
-        trainer = RankTrainer(
-            made.job, 10_000, weights_of(made.job), tokens,
-            TorchComm(Meter([]), device=place.device),
-            device=place.device, place=place.scratch, machine=made.machine,
-        )  # fmt: skip
-        trainers.append(trainer)
-        turns[key] = _steps(place, trainer)
-    try:
+    with contextlib.ExitStack() as undo:
+        for key, wanted in jobs.items():
+            made = plan_job(wanted, place.machine)
+            one = trainer(place, made, weights_of(made.job))
+            undo.enter_context(contextlib.closing(one))
+            turns[key] = steps(place, one)
         result = judged(in_turn(place, turns, rounds=7, warmup=3))
-    finally:
-        for trainer in trainers:
-            trainer.close()
-        free()
     return {**result, "what": f"{size[0]}, {size[1] * size[2]} tokens a step"}
-
-
-def _steps(place: Place, trainer: RankTrainer) -> Callable[[], float]:
-    number = iter(range(10_000))
-    return lambda: elapsed(place, lambda: trainer.step(next(number)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 import tempfile
@@ -13,25 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.core.errors import MachineError
-from shoal.cost.kernels.times import table_of
+from shoal.cost.gpu.nearest import nearest
 from shoal.ir import Machine
-from shoal.machine.described import load, names
+from shoal.machine.described import load
 from shoal.machine.fingerprint import versions
-from shoal.machine.shorthand import device_key
 
 T = TypeVar("T")
-# Kernel table -> the description of the device that it was measured on.
-_TABLES = {
-    "gb300": "GB300",
-    "gb200": "GB200",
-    "b300_sxm": "B300",
-    "b200_sxm": "B200",
-    "h200_sxm": "H200",
-    "h100_sxm": "H100",
-    "rtx_pro_6000_server": "RTX-PRO-6000",
-    "l40s": "L40S",
-    "a100_sxm": "A100",
-}
 
 
 @dataclass(frozen=True)
@@ -61,15 +49,13 @@ class Place:
         """A size on a GPU, or in a dry run."""
         return tiny if self.dry else full
 
+    def free(self) -> None:
+        """Give the memory of a case back."""
+        import torch
 
-def priced(name: str) -> tuple[Machine, str]:
-    """The description of a device, and why it is not its own; empty if it is."""
-    for known in names():
-        one = load(known)
-        if device_key(name) in (device_key(known), device_key(one.device.name)):
-            return one, ""
-    near = _TABLES[table_of(name)]
-    return load(near), f"there is no description of {name}: predictions are those of {near}"
+        gc.collect()
+        if not self.dry:
+            torch.cuda.empty_cache()
 
 
 def here(out: Path, *, dry: bool = False) -> Place:
@@ -91,7 +77,7 @@ def here(out: Path, *, dry: bool = False) -> Place:
             "scripts/gpu --dry-run"
         )
     facts = torch.cuda.get_device_properties(0)
-    machine, note = priced(facts.name)
+    machine, note = nearest(facts.name)
     stamp = {
         "device": facts.name,
         "capability": f"{facts.major}.{facts.minor}",
@@ -120,17 +106,6 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return (done.stdout.splitlines() or ["unknown"])[0].strip()
-
-
-def free() -> None:
-    """Give the memory of a case back."""
-    import gc
-
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def interpreted() -> None:

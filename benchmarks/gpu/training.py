@@ -7,22 +7,22 @@ Prediction: the plan's step time; for fp8 that of torchtitan, whose products the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from gpu.frame import ROOT, Case, NotHereError
 from gpu.models import DeviceWeights
-from gpu.place import Place, free
+from gpu.place import Place
 from gpu.timing import elapsed, in_turn, judged
 from gpu.training_peers import bare, to_fp8
 from shoal.core.meter import Meter
 from shoal.corpora.tokens import TokenSet, prepare
 from shoal.ir import TrainJob, TrainPlan
 from shoal.parallel.comm.collectives import TorchComm
+from shoal.parallel.tensor.rows import WeightSource
 from shoal.plan.strategy import PLANNERS
 from shoal.train.build import weights_of
 from shoal.train.loop import RankTrainer
@@ -68,22 +68,26 @@ def mfu(place: Place, made: TrainPlan, seconds: float, precision: str) -> float:
 
 
 def _measure(place: Place, precision: str) -> dict[str, Any]:
+    if precision == "fp8" and importlib.util.find_spec("torchao") is None:
+        raise NotHereError("torchao is not installed")
     made = plan_job(job(place.pick(FULL, TINY)), place.machine)
-    if precision == "fp8":
-        if importlib.util.find_spec("torchao") is None:
-            raise NotHereError("torchao is not installed")
-        methods = {"fp8": trainer(place, made, fp8=True), "bf16": trainer(place, made)}
-    else:
-        methods = {"shoal": trainer(place, made), "bare loop": bare(place, made)}
-    result = judged(in_turn(place, methods, rounds=7, warmup=3))
-    methods.clear()
-    free()
+    weights = DeviceWeights(weights_of(made.job).config, place.device)
+    with contextlib.ExitStack() as undo:
+        ours = undo.enter_context(contextlib.closing(trainer(place, made, weights)))
+        if precision == "bf16":
+            methods = {"shoal": steps(place, ours), "bare loop": bare(place, made)}
+        else:
+            low = undo.enter_context(contextlib.closing(trainer(place, made, weights)))
+            to_fp8(low.engine.whole)
+            methods = {"fp8": steps(place, low), "bf16": steps(place, ours)}
+        result = judged(in_turn(place, methods, rounds=7, warmup=3))
     tokens = made.job.global_batch * made.job.seq_len
-    more = {"mfu": mfu(place, made, result["seconds"], precision)}
-    more["tokens_per_s"] = tokens / result["seconds"]
-    if not place.dry:
-        more["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
-    return {**result, **more, "what": f"{made.job.model}, {tokens} tokens a step"}
+    return {
+        **result,
+        "mfu": mfu(place, made, result["seconds"], precision),
+        "tokens_per_s": tokens / result["seconds"],
+        "what": f"{made.job.model}, {tokens} tokens a step",
+    }
 
 
 def tokens_of(place: Place) -> TokenSet:
@@ -92,15 +96,15 @@ def tokens_of(place: Place) -> TokenSet:
     return prepare({"name": "text", "path": str(path)}, vocab_size=vocab, cache=place.scratch)
 
 
-def trainer(place: Place, made: TrainPlan, *, fp8: bool = False) -> Callable[[], float]:
-    """Seconds of a step of our loop on one rank."""
-    comm = TorchComm(Meter([]), device=place.device)
-    weights = DeviceWeights(weights_of(made.job).config, place.device)
-    ours = RankTrainer(
-        made.job, 10_000, weights, tokens_of(place), comm,
+def trainer(place: Place, made: TrainPlan, weights: WeightSource) -> RankTrainer:
+    """Our loop on one rank, as planned."""
+    return RankTrainer(
+        made.job, 10_000, weights, tokens_of(place), TorchComm(Meter([]), device=place.device),
         device=place.device, place=place.scratch, machine=made.machine,
     )  # fmt: skip
-    if fp8:
-        to_fp8(ours.engine.whole)
+
+
+def steps(place: Place, ours: RankTrainer) -> Callable[[], float]:
+    """Seconds of its next step."""
     number = iter(range(10_000))
     return lambda: elapsed(place, lambda: ours.step(next(number)))

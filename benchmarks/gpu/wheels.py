@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import site
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,17 +34,30 @@ GIVEN = frozenset({
 
 
 def download(directory: Path) -> None:
-    """Fetch the wheels for Linux on x86-64, by the pins of ``constraints.txt``."""
-    directory.mkdir(parents=True, exist_ok=True)
-    systems = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34)]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
-    command += [str(directory), "--only-binary=:all:", f"--python-version={PYTHON}"]
-    command += ["--implementation=cp", *(f"--platform={s}" for s in ("manylinux2014_x86_64",))]
-    command += [f"--platform={system}" for system in systems]
-    subprocess.run([*command, "-c", str(ROOT / "constraints.txt"), *PACKAGES], check=True)
-    wheels = sorted(directory.glob("*.whl"))
-    size = sum(wheel.stat().st_size for wheel in wheels)
-    print(f"{len(wheels)} wheels, {size / 2**20:.1f} MiB, in {directory}")
+    """Fetch the wheels for Linux on x86-64, by the pins of ``constraints.txt``: all or none.
+
+    Raises:
+        CalledProcessError: pip has said why.
+        OSError: the directory is none, or is not empty.
+    """
+    systems = ["manylinux2014_x86_64"]
+    systems += [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34)]
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".wheels-") as place:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", place]
+        command += ["--only-binary=:all:", f"--python-version={PYTHON}", "--implementation=cp"]
+        command += [f"--platform={system}" for system in systems]
+        subprocess.run([*command, "-c", str(ROOT / "constraints.txt"), *PACKAGES], check=True)
+        made = Path(place, "wheels")
+        made.mkdir()
+        for wheel in Path(place).glob("*.whl"):
+            wheel.rename(made / wheel.name)
+        if directory.exists():
+            directory.rmdir()
+        made.rename(directory)
+    found = list(directory.glob("*.whl"))
+    size = sum(wheel.stat().st_size for wheel in found)
+    print(f"{len(found)} wheels, {size / 1e6:.1f} MB, in {directory}")
 
 
 def installed(directory: Path) -> Path:
@@ -60,6 +75,10 @@ def installed(directory: Path) -> Path:
         )
         pip = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
         subprocess.run([*pip, *wheels], check=True)
+        # Python's own option leads past an environment that this one is made from.
+        libraries = next(VENV.glob("lib/python*/site-packages"))
+        outer = [path for path in site.getsitepackages() if Path(path).is_dir()]
+        (libraries / "outer.pth").write_text("\n".join(outer) + "\n")
         fresh = stamp.with_suffix(".new")
         fresh.write_text(mark)
         fresh.replace(stamp)

@@ -18,14 +18,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu import child, frame, table, wheels  # noqa: E402
+from gpu import call, child, frame, table, wheels  # noqa: E402
 from gpu.frame import Case  # noqa: E402
 
 from own_home import own_home  # noqa: E402
 from shoal.core.errors import MachineError  # noqa: E402
 
 STAMP = {"device": "card", "driver": "1", "torch": "2"}
-PLACE = types.SimpleNamespace(stamp=STAMP)
+PLACE = types.SimpleNamespace(stamp=STAMP, free=lambda: None)
 # What a stage's process is in these tests: the same frame, without torch and without a GPU.
 STANDIN = """
 import os, sys, time, types
@@ -53,7 +53,7 @@ if "broken" in NAMES:
     raise SystemExit(4)
 sys.modules["gpu.fake"] = types.SimpleNamespace(cases=make)
 stage, out, seconds = sys.argv[1:]
-place = types.SimpleNamespace(stamp=%r)
+place = types.SimpleNamespace(stamp=%r, free=lambda: None)
 sys.exit(frame.run_stage(stage, Path(out), time.monotonic() + float(seconds), place))
 """
 
@@ -190,6 +190,27 @@ def test_a_stage_that_cannot_begin_is_tried_in_the_next_call(apart):
     assert status == frame.DONE and list(rows) == ["one"]
 
 
+def test_a_call_writes_the_table_and_says_how_it_ended(apart, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(frame, "STAGES", ("fake",))
+    monkeypatch.setattr(table, "STAGES", ("fake",))
+    out = tmp_path / "results"
+
+    def called(names: str, *options: str) -> int:
+        monkeypatch.setenv("CASES", names)
+        return call.main(["--out", str(out), *options])
+
+    assert called("one") == frame.DONE
+    assert (out / "table.md").read_text() in capsys.readouterr().out
+    assert called("one fails") == frame.FAILED
+    assert "failed: fake: fails" in capsys.readouterr().out
+    assert called("one", "--retry") == frame.DONE
+    assert called("one hang", "--seconds", "5") == frame.LATER
+    assert "call scripts/gpu again" in capsys.readouterr().out
+    (out / "fake.json").write_text("{")
+    assert called("one") == frame.USAGE
+    assert "no rows of scripts/gpu" in capsys.readouterr().err
+
+
 def test_the_table_says_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "STAGES", ("fake",))
     assert table.table(tmp_path) == "Nothing is measured.\n"
@@ -211,19 +232,6 @@ def test_the_table_says_what_is_missing(tmp_path, monkeypatch):
     assert wanted in text
     assert r"| fake | b | 1 s | error: ValueError: a \| b |  |  |  |" in text
     assert "| fake | c | 1e+12 FLOP/s | interrupted |  |  |  |" in text
-
-
-def test_a_card_of_an_unknown_generation_is_priced_and_said():
-    from gpu.place import priced
-
-    for known in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB"):
-        assert priced(known)[1] == ""
-    assert priced("NVIDIA H200")[0].name == "H200"
-    machine, note = priced("NVIDIA Z900")
-    assert machine.name == "H100"
-    assert note == "there is no description of NVIDIA Z900: predictions are those of H100"
-    machine, note = priced("NVIDIA B200 NVL")
-    assert machine.name == "B200" and "those of B200" in note
 
 
 def test_every_kernel_in_triton_is_measured():
@@ -300,6 +308,17 @@ def test_a_machine_without_a_gpu_is_told_what_to_do(tmp_path):
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("text", ["import sys; sys.exit(1)", "import os; os._exit(9)"])
+def test_wheels_are_all_there_or_none(tmp_path, monkeypatch, text):
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\ntouch \"$7/one.whl\"\nexec {sys.executable} -c '{text}'\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    with pytest.raises(subprocess.CalledProcessError):
+        wheels.download(tmp_path / "wheels")
+    assert [path.name for path in tmp_path.iterdir()] == ["python"]
+
+
 @pytest.mark.slow  # an environment is made
 def test_wheels_are_installed_without_a_network(tmp_path, monkeypatch):
     place = tmp_path / "wheels"
@@ -315,7 +334,7 @@ def test_wheels_are_installed_without_a_network(tmp_path, monkeypatch):
     subprocess.run([*command, "-w", str(place), str(source)], check=True)
     monkeypatch.setattr(wheels, "VENV", tmp_path / "venv")
     python = wheels.installed(place)
-    code = "import smallest, json; print(json.dumps(smallest.answer))"
+    code = "import smallest, json, torch; print(json.dumps(smallest.answer))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == 42
     begin = (tmp_path / "venv" / "wheels").stat().st_mtime_ns

@@ -44,8 +44,8 @@ def record(compute: Callable[[], Tensor]) -> tuple[Tensor, RecordedGraph | str]:
     """Compute something on the GPU, and record which kernels were launched.
 
     Args:
-        compute: reads and writes tensors that stay where they are, and only those and its own;
-            never waits for the GPU.
+        compute: gives the same whenever it is called; reads and writes tensors that stay where
+            they are, and only those and its own.
 
     Returns:
         What it returned, and the graph, or why there is none.
@@ -53,8 +53,17 @@ def record(compute: Callable[[], Tensor]) -> tuple[Tensor, RecordedGraph | str]:
     # On a stream of its own first: libraries make their workspaces, which cannot be recorded.
     side, here = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
     side.wait_stream(here)
-    with torch.cuda.stream(side):
-        computed = compute()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(side):
+            computed = compute()
+    except RuntimeError as cause:
+        torch.cuda.set_sync_debug_mode(before)
+        here.wait_stream(side)
+        return compute(), f"it waits for the GPU ({_first_line(cause)})"
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
     here.wait_stream(side)
     computed.record_stream(here)
     graph = torch.cuda.CUDAGraph()
@@ -62,5 +71,9 @@ def record(compute: Callable[[], Tensor]) -> tuple[Tensor, RecordedGraph | str]:
         with torch.cuda.graph(graph, pool=_pool()):
             result = compute()
     except RuntimeError as cause:
-        return computed, f"a CUDA graph cannot have it: {str(cause).splitlines()[0]}"
+        return computed, f"a CUDA graph cannot have it ({_first_line(cause)})"
     return computed, RecordedGraph(graph, result, compute)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

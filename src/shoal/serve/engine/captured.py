@@ -92,10 +92,10 @@ class CapturedModel(EngineHook):
         self._model, self._cache, self._attention = model, cache, attention
         self._weight = model.weight  # a look-up of every module is saved in every step
         self._longest = longest
-        gpu = self._weight.is_cuda
-        self._most = _MOST_GPU if gpu else _MOST
+        self._gpu = self._weight.is_cuda
+        self._most = _MOST_GPU if self._gpu else _MOST
         self._record_calls: Callable[[Callable[[], Tensor]], tuple[Tensor, RecordedPass | str]] = (
-            graph.record if gpu else tape.record
+            graph.record if self._gpu else tape.record
         )
         self._forget(0)
 
@@ -130,7 +130,8 @@ class CapturedModel(EngineHook):
             self._inputs[rows] = _Inputs(rows, width, self._weight)
         inputs = self._inputs[rows]
         inputs.write(chunks, self._cache.block_size)
-        self._embed(inputs)
+        if not self._gpu:  # there it is recorded
+            self._embed(inputs)
         recorded = self._tapes.get(rows)
         if recorded is None:
             return self._record(inputs)
@@ -152,6 +153,8 @@ class CapturedModel(EngineHook):
             return out
 
         def compute() -> Tensor:
+            if self._gpu:
+                self._embed(inputs)
             return model.logits(model.finished(*model.through(inputs.x_ND, position_N, mixer)))
 
         result, recorded = self._record_calls(compute)
@@ -160,7 +163,8 @@ class CapturedModel(EngineHook):
             self.reasons[rows] = recorded
             return result
         computed = result.clone()
-        self._embed(inputs)
+        if not self._gpu:
+            self._embed(inputs)
         if recorded.play() and _same(recorded.result, computed):
             self._tapes[rows] = recorded
         else:
