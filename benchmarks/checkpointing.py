@@ -59,13 +59,16 @@ class Trained:
 
     Args:
         tokens: of a step.
+        shape: of the model.
+        device: where it is trained.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, shape: ModelConfig = SHAPE, device: str = "cpu") -> None:
         torch.manual_seed(0)
-        self.model = zoo.random(SHAPE)
+        self.model = zoo.random(shape).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.batch = torch.randint(0, SHAPE.vocab_size, (max(1, tokens // 256), min(tokens, 256)))
+        size = (max(1, tokens // 256), min(tokens, 256))
+        self.batch = torch.randint(0, shape.vocab_size, size).to(device)
         self.before_update: Callable[[], Any] = lambda: None
         self.step()
 
@@ -128,11 +131,13 @@ class Ours:
     Args:
         place: where.
         mode: its name.
+        device: where the tensors are.
     """
 
-    def __init__(self, place: Path, mode: str) -> None:
+    def __init__(self, place: Path, mode: str, device: str) -> None:
         self.place = place
-        self.saver = SAVE_MODES.build(mode).build(Store(place, keep=1), SinglePeer())
+        part = SAVE_MODES.build(mode)
+        self.saver = part.build(Store(place, keep=1), SinglePeer(), device=device)
         self.before_update: Callable[[], Any] = self.saver.before_update
         self.ticket: Any = None
 
@@ -199,7 +204,7 @@ def clear(place: Path, but: str = "") -> None:
 
 
 @contextlib.contextmanager
-def methods(*names: str) -> Iterator[dict[str, Method]]:
+def methods(*names: str, device: str = "cpu") -> Iterator[dict[str, Method]]:
     """Methods by name, each with a directory of its own."""
     with (
         tempfile.TemporaryDirectory(prefix="shoal-checkpointing-") as root,
@@ -212,7 +217,7 @@ def methods(*names: str) -> Iterator[dict[str, Method]]:
             if name in PEERS:
                 one = Dcp(place, asynchronous="async" in name)
             elif name in MODES:
-                one = Ours(place, name)
+                one = Ours(place, name, device)
             undo.callback(one.close)
             made[name] = one
         yield made

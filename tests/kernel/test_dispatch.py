@@ -90,3 +90,28 @@ def test_what_is_wanted_must_exist_and_be_able():
         dispatch(LinearCall(1, 8, 8, "fp64"), wanted="cpp")
     with pytest.raises(KernelError, match="no such operator; there are linear"):
         kernels_of("lienar")
+
+
+def test_calls_on_a_gpu_are_priced_on_it(monkeypatch):
+    import torch
+
+    from shoal.kernel import dispatch as module
+    from shoal.kernel.calls import LinearCall, PagedAttentionCall
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    module.here.cache_clear()
+    module._remembered.cache_clear()
+    try:
+        assert module.here("cuda").name == "H200"
+        assert module.here("cpu").device.kind == "cpu"
+        assert module.dispatch(LinearCall(1, 8192, 2048, "bf16", "cuda")).backend == "torch"
+        if "triton" in dict(module.candidates(LinearCall(1, 64, 64, "bf16", "cuda"))):
+            for batch in (1, 256):  # what reads pages where they lie can be recorded
+                call = PagedAttentionCall(batch, 288, 32, 8, 64, device="cuda")
+                assert module.dispatch(call).backend == "triton"
+            prompt = PagedAttentionCall(1, 2048, 32, 8, 64, device="cuda", queries=2048)
+            assert module.dispatch(prompt).backend == "torch"
+    finally:
+        module.here.cache_clear()
+        module._remembered.cache_clear()

@@ -15,6 +15,7 @@ from typing import Any
 from shoal.core.errors import KernelError, MachineError, suggestion
 from shoal.core.native import cpu_flags
 from shoal.core.parts import table
+from shoal.cost.gpu.nearest import nearest
 from shoal.ir import Machine
 from shoal.kernel.protocols import Call, Kernel
 from shoal.machine import host
@@ -45,14 +46,24 @@ def kernels_of(op: str) -> Mapping[str, Kernel]:
 
 
 @functools.cache
-def here() -> Machine:
-    """The machine of this process: as it was probed, or as far as it is known without."""
+def here(device: str = "cpu") -> Machine:
+    """The machine of this process: as it was probed, or as far as it is known without.
+
+    Args:
+        device: cpu or cuda, whose calls are priced.
+    """
     from shoal.machine import described
 
     try:
-        return described.load("local")
+        machine = described.load("local")
     except MachineError:
-        return _unprobed(described.load("laptop"))
+        machine = _unprobed(described.load("laptop"))
+    if device == "cuda" and machine.device.kind != "gpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return nearest(torch.cuda.get_device_name())[0]
+    return machine
 
 
 # FLOP that a core does in a cycle at the least, by what it needs for that.
@@ -82,7 +93,7 @@ def candidates(call: Call, machine: Machine | None = None) -> list[tuple[str, fl
 
     Those that would be interpreted are not among them: they are taken by name only.
     """
-    target = machine or here()
+    target = machine or here(getattr(call, "device", "cpu"))
     able = [
         (backend, kernel.estimate(call, target).step_s.value)
         for backend, kernel in kernels_of(call.op).items()
@@ -112,7 +123,7 @@ def dispatch(
 
 @functools.lru_cache(maxsize=4096)
 def _remembered(call: Any, wanted: str | None, exact: bool) -> Kernel:
-    return _dispatch(call, wanted, here(), exact)
+    return _dispatch(call, wanted, here(getattr(call, "device", "cpu")), exact)
 
 
 def _dispatch(call: Any, wanted: str | None, machine: Machine, exact: bool) -> Kernel:

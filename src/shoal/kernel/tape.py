@@ -20,7 +20,7 @@ import weakref
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,17 @@ class _Call(ctypes.Structure):
         ("floats", ctypes.c_float * _FLOATS),
         ("checked", ctypes.c_int64),
     ]
+
+
+class RecordedPass(Protocol):
+    """What was recorded: a :class:`Tape`, several, or a graph of :mod:`shoal.kernel.graph`."""
+
+    @property
+    def result(self) -> Tensor:
+        """What is computed, where it is written."""
+
+    def play(self) -> bool:
+        """Compute again; False where a kernel refused what its inputs hold now."""
 
 
 class Tape:

@@ -29,6 +29,13 @@ class LibraryPagedAttention(BaseKernel):
     compute_share: ClassVar[float] = 0.1
     call_s: ClassVar[float] = 5e-5
 
+    def rounds(self, call: PagedAttentionCall) -> int:
+        """On a GPU the host waits for the lengths, and launches a dozen kernels for single tokens.
+
+        Many queries hide that.
+        """
+        return 3 if call.device == "cuda" and call.queries == 1 else 1
+
     def _refuses(self, call: PagedAttentionCall) -> str | None:
         if call.partial:
             return "returns whole results, but the call asks for a partial context"

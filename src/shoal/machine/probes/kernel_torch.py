@@ -66,7 +66,7 @@ def _call(name: str, sizes: Sequence[int], device: str) -> Callable[[], object]:
     return lambda: F.scaled_dot_product_attention(q, k_, v)
 
 
-def _repeated(
+def repeated(
     call: Callable[[], object], times: int, device: str
 ) -> tuple[Callable[[], object], bool]:
     """``times`` calls as one, and whether as a graph, which a GPU replays without its host."""
@@ -112,7 +112,7 @@ def kernel(
             timed(call)
             once = max(timed(call), 1e-7)
             times = max(1, min(1000, round(_BATCH_S / once)))
-            batch, replayed = _repeated(call, times, device)
+            batch, replayed = repeated(call, times, device)
             took = timed(batch)
             samples = [timed(batch) for _ in range(max(1, min(repeats, round(most_s / took))))]
         except RuntimeError as cause:  # out of memory is one, too

@@ -53,7 +53,8 @@ def speculative_runner(built: EngineBuilder, options: dict[str, Any]) -> Specula
     drafter = part.drafter(job, model)
     left: FlatModel = model
     recorded: CapturedRows | None = None
-    attention = recordable(built)
+    # Passes over trees are recorded on a CPU alone.
+    attention = recordable(built) if cache.device.type == "cpu" else None
     if isinstance(drafter, HostingDrafter) and drafter.target_layers:
         left, cache = drafter.left(model, cache)
         if attention is not None:

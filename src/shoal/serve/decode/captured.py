@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.ir import Chunk
 from shoal.kernel.protocols import Ready
-from shoal.kernel.tape import record
+from shoal.kernel.tape import RecordedPass, record
 from shoal.model.attention import Mixer
 from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.protocols import TokenTree, branches
@@ -40,17 +40,6 @@ class Recordable(Protocol):
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Scores [R, V]."""
-
-
-class RecordedPass(Protocol):
-    """A pass that is written down; a :class:`~shoal.kernel.tape.Tape`, or several."""
-
-    @property
-    def result(self) -> Tensor:
-        """Scores [N, V], where they are written."""
-
-    def play(self) -> bool:
-        """Compute again; False where a kernel refused what its inputs hold now."""
 
 
 class TreeRows(NamedTuple):

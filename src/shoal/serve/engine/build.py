@@ -58,6 +58,8 @@ DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 # for other processes.
 _CACHE_SHARE = 0.5
 
+_CPU = torch.device("cpu")
+
 # Bytes of the cache that have memory soon after the start.
 _POPULATED = 1 << 30
 
@@ -65,14 +67,33 @@ _POPULATED = 1 << 30
 _KEY_SAMPLES, _KEY_TOKENS = 4, 256
 
 
-def load_model(job: ServeJob) -> Transformer:
-    """The model of a job, in its precision, ready to serve.
+def load_model(job: ServeJob, device: Device = "cpu") -> Transformer:
+    """The model of a job, in its precision, ready to serve on a device.
 
     Raises:
         ModelError: its directory cannot be read.
         ServeError: its weights are in a precision that is not served.
     """
-    return prepare(job, huggingface.read(Path(job.model), DTYPES[job.precision]))
+    model = huggingface.read(Path(job.model), DTYPES[job.precision])
+    return prepare(job, model if device == "cpu" else model.to(device))
+
+
+def computes_on(job: ServeJob) -> Device:
+    """Where the engine of a job computes in one process: on the GPU of this host, if it has one.
+
+    What decodes by guesses or in blocks, packs its weights or moves them computes on the CPU.
+    """
+    plain = job.speculative is None and job.weights == "plain" and job.parallel.world == 1
+    plain = plain and "token_by_token" in traits("decode", job.decode)
+    plain = plain and "weights_stay" in traits("memory", job.memory)
+    return "cuda" if plain and torch.cuda.is_available() else "cpu"
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that is free where the cache will be."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return memory_available()
 
 
 def prepare(job: ServeJob, model: Transformer) -> Transformer:
@@ -243,8 +264,19 @@ def positions(job: ServeJob, config: ModelConfig) -> int:
     return wanted
 
 
-def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob:
+def concrete(
+    job: ServeJob,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+) -> ServeJob:
     """The job with cache, positions, precision and threads as they will be.
+
+    Args:
+        job: what to do.
+        config: of the model.
+        dtype: of its weights.
+        device: where its cache will be.
 
     Raises:
         ServeError: the memory does not hold the cache.
@@ -252,7 +284,7 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
     longest = positions(job, config)
     form = table("kv_format").build(job.kv_format, where="kv_format")
     size = token_bytes(heads_of(config), dtype, form)
-    room = memory_available() // job.replicas  # the others on this host take as much
+    room = _free_bytes(device) // job.replicas  # the others on this host take as much
     if job.kv_tokens is None:
         tokens = min(job.max_running * longest, int(room * _CACHE_SHARE) // size)
     else:
@@ -376,7 +408,7 @@ def engine_of(
         hint="shoal serve starts ranks; what profiles, replays or hands over uses one process",
         error=ServeError,
     )
-    job = concrete(job, config, model.embed.weight.dtype)
+    job = concrete(job, config, model.weight.dtype, model.weight.device)
     kv, limits, cache = cache_of(job, model, zeros)
     plain = job.speculative is None and runner_type is LocalRunner
     built = EngineBuilder(job, model, kv, limits, cache, plain, runner_type is LocalRunner, link)
@@ -436,7 +468,7 @@ def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:
     Raises:
         ShoalError: the model cannot be read, or a part or a limit of the job cannot be.
     """
-    model = load_model(job)
+    model = load_model(job, computes_on(job))
     if "whole_blocks" in traits("decode", job.decode):
         from shoal.serve.decode.diffusion.build import diffusion_engine
 

@@ -2,12 +2,14 @@
 
 What changes from step to step, the tokens, their places, and the blocks that they see, is
 written to tensors that stay where they are; the kernels of the whole model are then asked by one
-call. A recording is believed only if it gives the same bits as the step that it was made of.
+call. A recording is believed only if it gives the same bits as the step that it was made of. On a
+GPU the recording is a CUDA graph, whose numbers may differ in the last bits: the library may take
+another algorithm where its launches are recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -16,8 +18,9 @@ from torch import Tensor
 
 from shoal.core.traits import traits
 from shoal.ir import Chunk
+from shoal.kernel import graph, tape
 from shoal.kernel.protocols import Ready
-from shoal.kernel.tape import Tape, record
+from shoal.kernel.tape import RecordedPass
 from shoal.model.transformer import Transformer
 from shoal.serve.cache.paged import PagedCache
 from shoal.serve.engine.hooks import EngineHook, ForwardPass
@@ -27,16 +30,29 @@ if TYPE_CHECKING:
 
 # Steps of more tokens take so long that asking the kernels is little beside.
 _MOST = 64
+# A GPU computes even these in less time than its host needs to ask.
+_MOST_GPU = 512
+# Of the largest score: how far scores may lie apart that were summed in two orders, in bf16.
+_CLOSE = 2**-5
 
 
 class _Inputs:
     """What a step of N single tokens is about, in memory that stays: tokens, places, blocks."""
 
     def __init__(self, rows: int, width: int, hidden: Tensor) -> None:
-        self.fed = torch.zeros(4, rows, dtype=torch.int64)  # token, position, slot, length
-        self.blocks = torch.zeros(rows, width, dtype=torch.int32)
         self.x_ND = hidden.new_zeros(rows, hidden.shape[1])
-        self._fed, self._blocks = self.fed.numpy(), self.blocks.numpy()
+        self._gpu = hidden.is_cuda
+        # On a GPU they are written on the host, and copied. Nothing is written while a copy is
+        # under way: the tokens of a step are waited for before the next.
+        self._host = (
+            torch.zeros(4, rows, dtype=torch.int64, pin_memory=self._gpu),
+            torch.zeros(rows, width, dtype=torch.int32, pin_memory=self._gpu),
+        )
+        # [token, position, slot, length], and the blocks
+        self.fed, self.blocks = (
+            torch.empty_like(x, device=hidden.device) if self._gpu else x for x in self._host
+        )
+        self._fed, self._blocks = (x.numpy() for x in self._host)
         self._held: list[Sequence[int]] = [()] * rows
 
     def write(self, chunks: Sequence[Chunk], block_size: int) -> None:
@@ -53,6 +69,9 @@ class _Inputs:
                 self._blocks[row, : len(seen)] = seen
                 self._held[row] = seen
         self._fed[:] = np.array(columns, dtype=np.int64).T
+        if self._gpu:
+            for there, host in zip((self.fed, self.blocks), self._host, strict=True):
+                there.copy_(host, non_blocking=True)
 
 
 class CapturedModel(EngineHook):
@@ -73,6 +92,11 @@ class CapturedModel(EngineHook):
         self._model, self._cache, self._attention = model, cache, attention
         self._weight = model.weight  # a look-up of every module is saved in every step
         self._longest = longest
+        self._gpu = self._weight.is_cuda
+        self._most = _MOST_GPU if self._gpu else _MOST
+        self._record_calls: Callable[[Callable[[], Tensor]], tuple[Tensor, RecordedPass | str]] = (
+            graph.record if self._gpu else tape.record
+        )
         self._forget(0)
 
     def _forget(self, version: int) -> None:
@@ -80,7 +104,7 @@ class CapturedModel(EngineHook):
         self._version = version
         self._seen: set[int] = set()
         self._inputs: dict[int, _Inputs] = {}
-        self._tapes: dict[int, Tape] = {}
+        self._tapes: dict[int, RecordedPass] = {}
         self.reasons: dict[int, str] = {}  # why steps of so many tokens are not recorded
 
     def beside(self, cache: PagedCache) -> CapturedModel:
@@ -93,7 +117,7 @@ class CapturedModel(EngineHook):
             self._forget(work.version)
         chunks = work.chunks
         rows = len(chunks)
-        if rows in self.reasons or rows > _MOST or chunks[0].stop > self._longest:
+        if rows in self.reasons or rows > self._most or chunks[0].stop > self._longest:
             return None
         if any(chunk.length > 1 for chunk in chunks):
             return None
@@ -106,11 +130,12 @@ class CapturedModel(EngineHook):
             self._inputs[rows] = _Inputs(rows, width, self._weight)
         inputs = self._inputs[rows]
         inputs.write(chunks, self._cache.block_size)
-        self._embed(inputs)
-        tape = self._tapes.get(rows)
-        if tape is None:
+        if not self._gpu:  # there it is recorded
+            self._embed(inputs)
+        recorded = self._tapes.get(rows)
+        if recorded is None:
             return self._record(inputs)
-        return tape.result if tape.play() else None
+        return recorded.result if recorded.play() else None
 
     def _embed(self, inputs: _Inputs) -> None:
         torch.index_select(self._weight, 0, inputs.fed[0], out=inputs.x_ND)
@@ -128,20 +153,31 @@ class CapturedModel(EngineHook):
             return out
 
         def compute() -> Tensor:
+            if self._gpu:
+                self._embed(inputs)
             return model.logits(model.finished(*model.through(inputs.x_ND, position_N, mixer)))
 
-        result, tape = record(compute)
+        result, recorded = self._record_calls(compute)
         rows = len(lengths_N)
-        if isinstance(tape, str):
-            self.reasons[rows] = tape
+        if isinstance(recorded, str):
+            self.reasons[rows] = recorded
             return result
         computed = result.clone()
-        self._embed(inputs)
-        if tape.play() and torch.equal(result, computed):
-            self._tapes[rows] = tape
+        if not self._gpu:
+            self._embed(inputs)
+        if recorded.play() and _same(recorded.result, computed):
+            self._tapes[rows] = recorded
         else:
             self.reasons[rows] = "a kernel that is not seen"
         return computed
+
+
+def _same(played: Tensor, computed: Tensor) -> bool:
+    """Whether a recording gave what the step gave."""
+    if not played.is_cuda:
+        return torch.equal(played, computed)
+    apart = (played.float() - computed.float()).abs().max()
+    return bool(apart <= _CLOSE * computed.float().abs().max())
 
 
 def recordable(built: EngineBuilder) -> Ready | None:
@@ -151,8 +187,7 @@ def recordable(built: EngineBuilder) -> Ready | None:
     # see which tokens take which route, or know streams that are apart.
     stays = "moves_weights" not in traits("memory", built.job.memory)
     same = not ways.ffn.duo and ways.residual.apart == 1
-    here = built.local and built.cache.device.type == "cpu"
-    return built.attention if stays and same and here else None
+    return built.attention if stays and same and built.local else None
 
 
 def captured_of(built: EngineBuilder) -> CapturedModel | None:

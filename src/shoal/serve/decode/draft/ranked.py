@@ -91,7 +91,7 @@ class _Pieces:
         self._pieces, self.result, self._comm = pieces, result, comm
 
     def play(self) -> bool:
-        """See :class:`~shoal.serve.decode.captured.RecordedPass`; on all ranks together.
+        """See :class:`~shoal.kernel.tape.RecordedPass`; on all ranks together.
 
         Raises:
             RankError: another rank is gone.

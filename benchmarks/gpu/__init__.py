@@ -1,0 +1,1 @@
+"""Measurements on one GPU, predicted before they are made; ``scripts/gpu`` runs them."""
