@@ -20,13 +20,16 @@ class ServingEngine:
         wire: its collectives' seconds over those of the fastest ones that were measured.
         step_s: its own seconds of a step, which no kernel hides.
         sequence_s: its own seconds for a sequence of a step.
-        prompts: share of a prompt's kernels that delays the tokens of others.
-        shared_s: seconds of a layer whose experts other replicas share, beside the exchange.
+        eager_s: seconds of the host for a layer of a step with prompts, whose kernels are launched
+            one by one where no recorded graph has so many tokens; what is computed hides them.
+        recorded: most tokens of a step with prompts for which graphs are recorded.
         groups: groups of devices can have separate attention and share the experts.
         graphs: kernels are launched by recorded graphs, not one by one.
-        first_s: seconds before a request is computed, and until its first token is out.
         first_prompt: seconds of a prompt's own kernels that the first token takes, as a share.
-        queue: share of the prompts of all concurrent requests that a request waits for.
+        first_steps: steps from a request's arrival until it is computed, and until its first token
+            is out: engines look for requests, and send tokens, every so many steps.
+        balance_steps: steps more in which replicas with common experts wait for each other's
+            prompts.
         queue_s: seconds that each concurrent request of the replica adds to a first token.
         hand_over_s: seconds to hand a prompt's cache to a device that decodes.
         kv_format: format of cached keys and values with weights of less than 16 bits.
@@ -48,13 +51,13 @@ class ServingEngine:
     wire: float = 1.0
     step_s: float = 0.0
     sequence_s: float = 0.0
-    prompts: float = 1.0
-    shared_s: float = 0.0
+    eager_s: float = 0.0
+    recorded: int = 0
     groups: bool = False
     graphs: bool = True
-    first_s: float = 0.0
     first_prompt: float = 1.0
-    queue: float = 0.05
+    first_steps: float = 1.0
+    balance_steps: float = 0.0
     queue_s: float = 0.0
     hand_over_s: float = 0.0
     kv_format: str = "fp8"
@@ -80,44 +83,39 @@ ENGINES = {
     "vllm": ServingEngine(
         "vLLM",
         groups=True,
-        kernels=1.043,
-        wire=1.004,
-        step_s=6e-6,
-        sequence_s=1.4e-5,
-        prompts=0.986,
-        shared_s=2.9e-5,
-        first_s=0.0168,
-        first_prompt=1.402,
-        queue=0.0663,
-        queue_s=7.3e-4,
+        kernels=1.02,
+        wire=1.51,
+        eager_s=0.00078,
+        first_prompt=1.49,
+        first_steps=2.05,
+        balance_steps=1.14,
+        queue_s=0.000616,
+        # Piecewise graphs of up to 512 tokens (cudagraph_capture_sizes); others record tokens only.
+        recorded=512,
     ),
+    # Without its option for mixed chunks, prompts come before tokens, in steps of their own.
     "sglang": ServingEngine(
         "SGLang",
         groups=True,
-        kernels=1.003,
-        wire=0.999,
-        step_s=1.4e-5,
-        sequence_s=2.9e-5,
-        prompts=0.827,
-        first_s=0.2247,
-        first_prompt=0.177,
-        queue=0.2527,
-        queue_s=2.91e-3,
-        hand_over_s=0.0325,
+        wire=1.02,
+        sequence_s=3.05e-05,
+        eager_s=0.000533,
+        first_steps=25.1,
+        queue_s=0.00102,
+        hand_over_s=0.0589,
+        mixed=False,
     ),
     "trtllm": ServingEngine(
         "TensorRT-LLM",
         groups=True,
-        kernels=0.984,
-        wire=0.999,
-        step_s=1.9e-5,
-        sequence_s=1.24e-5,
-        prompts=0.999,
-        first_s=0.0452,
-        first_prompt=2.36,
-        queue=0.053,
-        queue_s=1.54e-3,
-        hand_over_s=0.0894,
+        kernels=0.999,
+        wire=0.941,
+        sequence_s=3.93e-06,
+        eager_s=0.000727,
+        first_prompt=1.07,
+        first_steps=13.2,
+        balance_steps=28.2,
+        hand_over_s=0.139,
         # Settings of trtllm-bench and the default policy of its scheduler, guaranteed_no_evict.
         most=2048,
         reserves=True,

@@ -29,10 +29,10 @@ _NEAREST = (
     (r"L40|L4\b|40[6789]0|\bAda\b", "l40s"),
     (r"A100|A800|A40|A30|A10\b|A6000|30[6789]0|V100|T4\b", "a100_sxm"),
 )
-# Kernels of experts that take the same weights; the fastest one runs.
+# Kernels of experts that take the same weights; the fastest one runs. One scale a tensor can be
+# written as a scale for each block, but not the other way round.
 _SAME_WEIGHTS = {
     "fp8": ("fp8", "fp8_block"),
-    "fp8_block": ("fp8", "fp8_block"),
     "mxfp4": ("mxfp4", "mxfp4_fp8"),
 }
 # Share of the memory's rate that elementwise kernels and copies of states reach.

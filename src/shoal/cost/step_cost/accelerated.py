@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.core.errors import PlanError, require
@@ -42,6 +42,9 @@ _FEW = 8
 _UNFUSED, _SCORE_BYTES, _CYCLE_BYTES = 4.5, 20.0, 8.0
 # Products beside which traffic travels take longer, as in training.
 _BESIDE = 1.15
+# Kernels of experts whose tokens are exchanged: DeepGEMM's grouped products with scales by block,
+# which no table has, reach the rate of those with one scale a tensor.
+_DISPATCHED = {"fp8_block": ("fp8",)}
 # Operators of an expert that is computed by itself: rows gathered, products, activation, sum.
 _EXPERT = 6
 
@@ -186,6 +189,14 @@ class AcceleratedStepCost:
         """The same by an engine that adds nothing to the fastest kernels."""
         return AcceleratedStepCost(self._device, self.shape, PLAIN, self.split, self.formats)
 
+    @functools.cached_property
+    def hidden(self) -> AcceleratedStepCost:
+        """The same with steps so full of prompts that these hide their launches."""
+        engine = replace(self.engine, eager_s=0.0)
+        return AcceleratedStepCost(
+            self._device, self.shape, engine, self.split, self.formats, self._own
+        )
+
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
         return self.terms(chunks).total
 
@@ -259,6 +270,10 @@ class AcceleratedStepCost:
         if not engine.graphs:
             # A device receives launches while it works; only what it does not hide counts.
             overhead += max(0.0, launches - matmul - attention - memory - communication)
+        if step.prompts and step.tokens > engine.recorded:
+            eager = engine.eager_s * shape.num_layers
+            busy = matmul + attention + memory + communication
+            overhead = max(overhead, eager - busy)
         if engine.overlap:
             # What products bind and what memory and links bind run beside each other.
             waits = attention + memory + communication
@@ -288,8 +303,6 @@ class AcceleratedStepCost:
         logits += times.stream(8.0 * rows * columns) + 10 * GAP_S
         read += logits
         communication = engine.wire * (sums + moved)
-        if moved:
-            communication += mixture_layers(shape) * engine.shared_s
         if self.split.pp > 1:
             size = own * shape.hidden * 2.0
             each = self._device.near_s + size / self._device.inside
@@ -384,14 +397,18 @@ class AcceleratedStepCost:
             elementwise += plain * passed(3 * inner)
         mixed = 0.0
         if mixtures:
-            mixed = mixtures * times.experts(
-                self.formats.experts,
-                all_tokens,
-                hidden,
-                shape.expert_hidden / split.expert_tp,
-                shape.top_k,
-                shape.num_experts,
-                split.experts_over,
+            able = _DISPATCHED.get(self.formats.experts, ()) if split.replicas > 1 else ()
+            mixed = mixtures * min(
+                times.experts(
+                    kernel,
+                    all_tokens,
+                    hidden,
+                    shape.expert_hidden / split.expert_tp,
+                    shape.top_k,
+                    shape.num_experts,
+                    split.experts_over,
+                )
+                for kernel in (self.formats.experts, *able)
             )
             each = product(shape.num_experts, hidden, "bf16")
             if shape.num_shared_experts:
