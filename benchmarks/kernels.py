@@ -209,10 +209,14 @@ def serving() -> list[Row]:
 # Every native source of the room, as its kernels ask for them.
 BUILD = """
 import json, time
+from concurrent.futures import ThreadPoolExecutor
 import torch
-from shoal.kernel.native import build_all
+from shoal.core.measure import num_cores
+from shoal.kernel.native import libraries, library
 begin = time.perf_counter()
-names = build_all()
+names = libraries()
+with ThreadPoolExecutor(num_cores()) as pool:
+    list(pool.map(library, names))
 print(json.dumps({"seconds": time.perf_counter() - begin, "names": names}))
 """
 

@@ -4,6 +4,7 @@ import ctypes
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -61,11 +62,61 @@ def test_two_processes_build_the_same_source_at_once():
     assert [path.suffix for path in place.iterdir()] == [".so"]
 
 
-def test_a_damaged_library_is_built_again():
+def _cut(library: bytes) -> bytes:
+    return library[: len(library) // 2]
+
+
+def _flipped(library: bytes) -> bytes:
+    middle = len(library) // 2
+    return library[:middle] + bytes([library[middle] ^ 0xFF]) + library[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda _: b"", lambda _: b"not a library", _cut, lambda x: x[:-1], _flipped],
+    ids=["empty", "text", "cut in half", "cut by a byte", "a byte changed"],
+)
+def test_a_damaged_library_is_built_again_and_never_loaded(damage, monkeypatch):
     path = native.library_path(ADD, name="add")
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"not a library")
+    native.build(ADD, name="add")
+    whole = path.read_bytes()
+    path.unlink()  # what is mapped here stays as it is
+    path.write_bytes(damage(whole))
+    monkeypatch.setattr(native, "_LOADED", {})
+    loaded = []
+    load = native.ctypes.CDLL
+    monkeypatch.setattr(
+        native.ctypes, "CDLL", lambda at: loaded.append(Path(at).read_bytes()) or load(at)
+    )
     assert native.build(ADD, name="add").add(1, 1) == 2
+    assert len(loaded) == 1
+    assert loaded[0] != damage(whole)
+    assert native._sealed(path)
+
+
+def test_a_library_of_another_processor_is_never_loaded(monkeypatch):
+    """Neither under its own name, nor when it is renamed to that of this processor."""
+    other = {**native._cpuinfo(), "model": "another", "flags": "fpu sse2"}
+    monkeypatch.setattr(native, "_cpuinfo", lambda: other)
+    monkeypatch.setattr(native, "FLAGS", tuple(f for f in native.FLAGS if "march" not in f))
+    foreign = 'extern "C" long add(long, long) { return -1; }'  # as if it could not run here
+    native.build(foreign, name="add")
+    theirs = native.library_path(foreign, name="add")
+    monkeypatch.undo()
+    monkeypatch.setenv("SHOAL_HOME", str(theirs.parents[1]))
+    monkeypatch.setattr(native, "_LOADED", {})
+    ours = native.library_path(ADD, name="add")
+    assert ours != theirs
+    ours.write_bytes(theirs.read_bytes())
+    assert native.build(ADD, name="add").add(1, 2) == 3
+
+
+@pytest.mark.parametrize("key", ["model name", "vendor_id", "cpu family", "model", "flags"])
+def test_the_path_depends_on_all_that_tells_processors_apart(key, monkeypatch):
+    path = native.library_path(ADD, name="add")
+    info = native._cpuinfo()
+    monkeypatch.setattr(native, "_cpuinfo", lambda: {**info, key: f"{info.get(key, '')} x"})
+    assert native.library_path(ADD, name="add") != path
 
 
 def test_a_wrong_source_names_the_first_error_and_leaves_nothing():
@@ -74,8 +125,9 @@ def test_a_wrong_source_names_the_first_error_and_leaves_nothing():
     assert not any(native.library_path("", name="bad").parent.iterdir())
 
 
-def test_without_a_compiler_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+def test_without_a_compiler_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match=r"no C\+\+ compiler.*apt install g\+\+"):
         native.build(ADD, name="add")
 

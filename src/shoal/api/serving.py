@@ -17,6 +17,7 @@ from shoal.core.hub import fetched
 from shoal.ir import ServeJob, kind_named
 
 if TYPE_CHECKING:
+    from shoal.serve.engine.launch import EngineProcess
     from shoal.serve.http.server import RunningServer, ServerOptions
 
 
@@ -51,7 +52,11 @@ def serve(
 
 
 def serve_until_stopped(
-    job: ServeJob, options: ServerOptions, *, ready: Callable[[RunningServer], None]
+    job: ServeJob,
+    options: ServerOptions,
+    *,
+    ready: Callable[[RunningServer], None],
+    begun: EngineProcess | None = None,
 ) -> int | None:
     """Serve until a signal, and then until open answers have ended.
 
@@ -59,6 +64,7 @@ def serve_until_stopped(
         job: of this machine, see :func:`local_job`.
         options: address, key and limits.
         ready: called when the server answers.
+        begun: a process for its engine that has been started already.
 
     Returns:
         The number of the signal.
@@ -68,7 +74,7 @@ def serve_until_stopped(
     """
     from shoal.serve.http.server import serve
 
-    return serve(job, _for_job(options, job), ready=ready)
+    return serve(job, _for_job(options, job), ready=ready, begun=begun)
 
 
 def served_job(
@@ -122,7 +128,8 @@ def _require_packages(purpose: str) -> None:
 
 def _for_job(options: ServerOptions, job: ServeJob) -> ServerOptions:
     """The options with what builds the engine of the job, unless they name another."""
-    from shoal.serve.engine.process import DEFAULT_FACTORY, factory_of
+    from shoal.serve.engine.frames import DEFAULT_FACTORY
+    from shoal.serve.engine.process import factory_of
 
     if options.factory != DEFAULT_FACTORY:
         return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,49 @@ def probe(
         path = shoal_home() / "machine.yaml" if save is True else Path(save)
         machine.save(path, header="Measured by shoal probe.")
     return machine
+
+
+def build_kernels(progress: Progress = _silent) -> int:
+    """Compile probes, checksums and kernels for this processor; no later start compiles them.
+
+    What has been compiled is not compiled again. As many are at a time as there are cores. Kernels
+    share the threads of torch, and are left out where it is not installed; those that are
+    generated, as from an expression, are compiled when they are first used.
+
+    Args:
+        progress: called with (done, total, what has been built).
+
+    Returns:
+        Number of libraries.
+
+    Raises:
+        BuildError: there is no compiler, or it refuses a source.
+    """
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+    from functools import partial
+    from importlib.util import find_spec
+
+    from shoal.checkpoint.checksum import native as checksums
+    from shoal.checkpoint.inmemory.field import native as coding
+    from shoal.core.measure import num_cores
+    from shoal.machine import native as probes
+
+    work: dict[str, Callable[[], object]] = {}
+    if find_spec("torch") is not None:
+        from shoal.kernel import native as kernels
+
+        work = {f"kernel {name}": partial(kernels.library, name) for name in kernels.libraries()}
+    work |= {f"probe {name}": partial(probes.library, name) for name in probes.libraries()}
+    work |= {"checksums": checksums, "coding": coding}
+    with ThreadPoolExecutor(num_cores()) as pool:
+        building = {pool.submit(build): name for name, build in work.items()}
+        try:
+            for done, built in enumerate(as_completed(building), 1):
+                built.result()
+                progress(done, len(work), building[built])
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return len(work)
 
 
 def explain(

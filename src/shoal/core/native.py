@@ -2,9 +2,10 @@
 
 A source file declares ``extern "C"`` functions over raw pointers and includes little
 beyond the C headers, so g++ takes a fraction of a second. The library is kept under
-``shoal_home()/native``, named by what it depends on (source, flags, compiler and CPU
-model), and appears there by a rename, so processes that build the same source at the
-same time both find a whole file.
+``shoal_home()/native``, named by what it depends on (source, flags, compiler and CPU),
+and appears there by a rename, so processes that build the same source at the same time
+both find a whole file. It ends with a digest of its bytes and its name: what is cut short,
+changed, or built for another processor and renamed is built again, and never loaded.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ _LOADED: dict[Path, ctypes.CDLL] = {}
 
 def compiler() -> str | None:
     """Path of the C++ compiler: ``$CXX`` if it is set, or g++, c++, clang++; else None."""
-    wanted = os.environ.get("CXX", "").split()
-    for name in [*wanted[:1], "g++", "c++", "clang++"]:
-        path = shutil.which(name)
-        if path:
-            return path
+    return _compiler(os.environ.get("CXX", ""), os.environ.get("PATH", os.defpath))
+
+
+@functools.cache
+def _compiler(wanted: str, path: str) -> str | None:
+    for name in [*wanted.split()[:1], "g++", "c++", "clang++"]:
+        found = shutil.which(name, path=path)
+        if found:
+            return found
     return None
 
 
@@ -70,7 +75,9 @@ def cpu_flags() -> frozenset[str]:
 def library_path(source: str, *, name: str, flags: Sequence[str] = ()) -> Path:
     """Where the library of this source, these flags and this CPU is or will be."""
     tool = compiler() or ""
-    signature = "\0".join([source, *FLAGS, *flags, tool, cpu_model(), *sorted(cpu_flags())])
+    kind = (_cpuinfo().get(key, "") for key in ("vendor_id", "cpu family", "model", "CPU part"))
+    cpu = (cpu_model(), *kind, *sorted(cpu_flags()))
+    signature = "\0".join([source, *FLAGS, *flags, tool, *cpu])
     digest = hashlib.sha256(signature.encode()).hexdigest()[:24]
     return shoal_home() / "native" / f"{name}-{digest}.so"
 
@@ -97,12 +104,12 @@ def build(source: str, *, name: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     path = library_path(source, name=name, flags=flags)
     if path in _LOADED:
         return _LOADED[path]
-    if not path.exists():
+    if not _sealed(path):
         _compile(source, path, name, flags)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as cause:
-        # A library that was copied from elsewhere or cut short: build it again, once.
+        # Made with other versions of the libraries that it needs: build it again, once.
         path.unlink(missing_ok=True)
         _compile(source, path, name, flags)
         try:
@@ -114,6 +121,20 @@ def build(source: str, *, name: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
             ) from cause
     _LOADED[path] = library
     return library
+
+
+def _seal(library: bytes, path: Path) -> bytes:
+    return hashlib.sha256(library + path.name.encode()).digest()
+
+
+def _sealed(path: Path) -> bool:
+    """Whether a library is there, whole, and the one that its name says."""
+    try:
+        found = path.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return found[-size:] == _seal(found[:-size], path)
 
 
 def _compile(source: str, path: Path, name: str, flags: Sequence[str]) -> None:
@@ -137,6 +158,8 @@ def _compile(source: str, path: Path, name: str, flags: Sequence[str]) -> None:
                     f"native code {name!r}: {_first_error(done.stderr)} "
                     f"({tool} exited with {done.returncode})"
                 )
+            with output.open("ab") as library:
+                library.write(_seal(output.read_bytes(), path))
             os.replace(output, path)
     except subprocess.TimeoutExpired as cause:
         raise BuildError(

@@ -11,8 +11,6 @@ from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.ir import Flag, Interval, Machine, Quantity, ServeJob, ServePlan, ServeReport, Watch
 from shoal.plan.defaults import serving_defaults
-from shoal.plan.serving.plans import competing, plan_serve
-from shoal.plan.serving.table import tables
 
 # Of ranked plans so many have intervals; each takes two simulations more.
 _WITH_INTERVALS = 5
@@ -76,6 +74,8 @@ class ServeKind:
 
     def plan(self, job: ServeJob, machine: Machine) -> Sequence[ServePlan]:
         """The job as it is, then with the other parts that could serve it, best first."""
+        from shoal.plan.serving.plans import competing, plan_serve  # a server needs no planner
+
         request = plan_serve(job, machine)
         others = competing(job, request, divide=False)
         return [request, *(one for one in others if one is not request)]
@@ -100,6 +100,8 @@ class ServeKind:
             drafters: directories of drafters or draft models that may guess.
             compare: with other parts and splits; only the job as it is otherwise.
         """
+        from shoal.plan.serving.plans import competing, plan_serve
+
         request = plan_serve(job, machine)
         if not compare:
             return [request]
@@ -107,6 +109,8 @@ class ServeKind:
 
     def tables(self, plans: Sequence[ServePlan], *, verbose: bool = False) -> Sequence[Table | str]:
         """See :func:`shoal.plan.serving.table.tables`."""
+        from shoal.plan.serving.table import tables
+
         return tables(plans, verbose=verbose)
 
     def run(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from shoal.app.show import Format, Output
 
 
 def doctor(
+    build: Annotated[
+        bool,
+        typer.Option(
+            "--build", help="Compile all kernels for this processor now, not when first used."
+        ),
+    ] = False,
     output: Output = Format.text,
 ) -> None:
     """Check what Shoal needs on this machine; exit 1 when something must be fixed.
@@ -17,12 +25,22 @@ def doctor(
         shoal doctor
 
         shoal doctor -o json
+
+        shoal doctor --build                       # half a minute, once for a kind of processor
     """
     from dataclasses import asdict
 
     from shoal.app.show import as_json, echo, table
+    from shoal.core.native import cpu_model
     from shoal.machine.doctor import doctor as examine
 
+    if build:
+        from shoal.api.tools import build_kernels
+        from shoal.app.show import WorkBar
+
+        with WorkBar("compiling", quiet=output is Format.json) as bar:
+            built = build_kernels(bar)
+        echo(f"{built} libraries are compiled for {cpu_model()}", stderr=output is Format.json)
     checks = examine()
     if output is Format.json:
         as_json([asdict(check) for check in checks])

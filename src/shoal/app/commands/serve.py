@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +13,7 @@ import typer
 from shoal.app.show import Format, Output
 
 if TYPE_CHECKING:
+    from shoal.serve.engine.launch import EngineProcess
     from shoal.serve.http.server import RunningServer
 
 _MAX_KEY_BYTES = 4096
@@ -163,62 +166,82 @@ def serve(
 
         status(host, port, _key(api_key_file), output)
         return
-    from shoal.api.serving import local_job, serve_until_stopped, served_job
-    from shoal.app.show import say_if_slower, show_values
-    from shoal.core.logs import log_to_stderr
+    alone = not (dry_run or disagg or replicas or launcher or tp or pp or kv or set_)
+    with _begun(model or subject if alone else None) as begun:
+        from shoal.api.serving import local_job, serve_until_stopped, served_job
+        from shoal.app.show import say_if_slower, show_values
+        from shoal.core.logs import log_to_stderr
 
-    resolved = served_job(
-        subject,
-        model=model,
-        sets=set_ or [],
-        environment=os.environ,
-        disagg=disagg,
-        adapters=adapter,
-        scheduler=scheduler,
-        replicas=replicas,
-        balancer=balancer,
-        launcher=launcher,
-        parallel__tp=tp,
-        parallel__pp=pp,
-        kv=kv,
-        kv_tokens=kv_tokens,
-        max_running=max_running,
-        max_position=max_position,
-        precision=precision,
-        max_adapters=16 if max_adapters is None and adapter_routes else max_adapters,
-        threads=threads,
-    )
-    if dry_run:
-        show_values(resolved, output)
+        resolved = served_job(
+            subject,
+            model=model,
+            sets=set_ or [],
+            environment=os.environ,
+            disagg=disagg,
+            adapters=adapter,
+            scheduler=scheduler,
+            replicas=replicas,
+            balancer=balancer,
+            launcher=launcher,
+            parallel__tp=tp,
+            parallel__pp=pp,
+            kv=kv,
+            kv_tokens=kv_tokens,
+            max_running=max_running,
+            max_position=max_position,
+            precision=precision,
+            max_adapters=16 if max_adapters is None and adapter_routes else max_adapters,
+            threads=threads,
+        )
+        if dry_run:
+            show_values(resolved, output)
+            return
+        job = local_job(resolved.value)
+        from shoal.serve.engine.client import ClientOptions
+        from shoal.serve.http.server import ServerOptions
+
+        options = ServerOptions(
+            host=host,
+            port=port,
+            name=name,
+            key=_key(api_key_file),
+            hosts=tuple(allow_host or ()),
+            origins=tuple(allow_origin or ()),
+            grace_s=drain_timeout,
+            traces=traces,
+            client=ClientOptions(start_s=start_timeout, hang_s=engine_timeout),
+            adapter_routes=adapter_routes,
+            adapter_root=None if adapter_root is None else str(adapter_root),
+        )
+
+        def ready(server: RunningServer) -> None:
+            typer.echo(server.url if quiet else _welcome(server, with_key=options.key is not None))
+
+        log_to_stderr()
+        say_if_slower()
+        if not quiet:
+            typer.echo(f"loading {resolved.value.model} ...", err=True)
+        stopped = serve_until_stopped(job, options, ready=ready, begun=begun)
+        if stopped is not None:
+            raise typer.Exit(128 + stopped)
+
+
+@contextlib.contextmanager
+def _begun(model: str | None) -> Iterator[EngineProcess | None]:
+    """A process that imports what an engine needs, while this one finds out what that is to load.
+
+    None for what is no directory of a model, or may need several processes.
+    """
+    if model is None or not Path(model).is_dir():
+        yield None
         return
-    job = local_job(resolved.value)
-    from shoal.serve.engine.client import ClientOptions
-    from shoal.serve.http.server import ServerOptions
+    from shoal.serve.engine.launch import begin
 
-    options = ServerOptions(
-        host=host,
-        port=port,
-        name=name,
-        key=_key(api_key_file),
-        hosts=tuple(allow_host or ()),
-        origins=tuple(allow_origin or ()),
-        grace_s=drain_timeout,
-        traces=traces,
-        client=ClientOptions(start_s=start_timeout, hang_s=engine_timeout),
-        adapter_routes=adapter_routes,
-        adapter_root=None if adapter_root is None else str(adapter_root),
-    )
-
-    def ready(server: RunningServer) -> None:
-        typer.echo(server.url if quiet else _welcome(server, with_key=options.key is not None))
-
-    log_to_stderr()
-    say_if_slower()
-    if not quiet:
-        typer.echo(f"loading {resolved.value.model} ...", err=True)
-    stopped = serve_until_stopped(job, options, ready=ready)
-    if stopped is not None:
-        raise typer.Exit(128 + stopped)
+    begun = begin()
+    try:
+        yield begun
+    finally:
+        begun.discard()
 
 
 def _key(file: Path | None) -> str | None:

@@ -13,14 +13,12 @@ import re
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from shoal.core.measure import num_cores
 from shoal.core.native import build
 
-__all__ = ["FLAGS", "build_all", "declared", "function", "library", "recorded_by"]
+__all__ = ["FLAGS", "declared", "function", "libraries", "library", "recorded_by"]
 
 FLAGS = ("-fopenmp", "-ffp-contract=fast")
 
@@ -64,20 +62,10 @@ def library(name: str) -> ctypes.CDLL:
     return build(_text(name), name=f"kernel-{name}", flags=flags)
 
 
-def build_all() -> tuple[str, ...]:
-    """Build and load every library of this room, as many at a time as there are cores.
-
-    Returns:
-        Their names; the largest sources, which take longest, come first.
-
-    Raises:
-        BuildError: there is no compiler, or it refuses a source.
-    """
+def libraries() -> tuple[str, ...]:
+    """Names of all libraries; the largest sources, which take longest to compile, come first."""
     names = [path.stem for path in Path(__file__).parent.glob("*.cpp")]
-    names.sort(key=lambda name: (-len(_text(name)), name))
-    with ThreadPoolExecutor(num_cores()) as pool:
-        list(pool.map(library, names))
-    return tuple(names)
+    return tuple(sorted(names, key=lambda name: (-len(_text(name)), name)))
 
 
 _TYPES = {

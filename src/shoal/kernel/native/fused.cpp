@@ -6,6 +6,8 @@
 #include <cmath>
 #include <vector>
 
+#ifdef __AVX512BF16__
+
 namespace {
 
 inline __m512 load(const float* at, __mmask16 m) { return _mm512_maskz_loadu_ps(m, at); }
@@ -442,3 +444,5 @@ TYPED(rope_split, SPLIT,
 TYPED(rope_split_grad, SPLIT_GRAD,
       rope_split_grad(gq, gk, gv, strides, x, dx, cos, sin, q_norm, k_norm, dnorm, partial, m,
                       length, every, q, turned, d, eps))
+
+#endif

@@ -2,7 +2,7 @@
 // tokens behind each place with the logs of their probabilities.
 #include "activations.h"
 
-#ifdef __AVX512F__
+#ifdef __AVX512BF16__
 #include <cmath>
 #include <limits>
 

@@ -5,6 +5,8 @@
 // same bits whatever other rows are computed beside it.
 #include "simd.h"
 
+#ifdef __AVX512BF16__
+
 namespace {
 
 struct Bf16 {
@@ -101,3 +103,5 @@ extern "C" void linear_fp32(const float* x, const float* w, const float* bias, f
                             int64_t m, int64_t n, int64_t k) {
   linear<Fp32>(x, w, bias, y, m, n, k);
 }
+
+#endif

@@ -1,6 +1,8 @@
 // Paged attention over keys and values in fp32 or bf16, as the model computes them.
 #include "paged.h"
 
+#ifdef __AVX512DQ__
+
 extern "C" int64_t paged_attention(const int64_t* arguments) {
   Problem p = problem_of(arguments);
   const int64_t problem = wrong(p, arguments);
@@ -11,3 +13,5 @@ extern "C" int64_t paged_attention(const int64_t* arguments) {
 #endif
   return -1;
 }
+
+#endif

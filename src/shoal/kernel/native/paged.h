@@ -14,6 +14,8 @@
 #include <cstdlib>
 #include <vector>
 
+#ifdef __AVX512DQ__
+
 namespace {
 
 constexpr int64_t kStep = 64, kChunk = 256;
@@ -651,3 +653,5 @@ Problem problem_of(const int64_t* a) {
 inline int64_t wrong(const Problem& p, const int64_t* a) { return wrong(p, a[29] / p.size); }
 
 }  // namespace
+
+#endif

@@ -1,6 +1,8 @@
 // Paged attention over keys and values in codes of few bits, read as they are.
 #include "paged.h"
 
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+
 namespace {
 
 // Codes of 4 or 8 bits. Where SHARED, `block` of them share an exponent, a byte; else a whole
@@ -194,3 +196,5 @@ extern "C" int64_t paged_attention(const int64_t* arguments) {
   if (arguments[0] == 3) attention<Coded<8, true>>(p);
   return -1;
 }
+
+#endif

@@ -10,6 +10,8 @@
 // Source: Rodionov et al., Hogwild! Inference, 2025, section 3.
 #include "paged.h"
 
+#ifdef __AVX512DQ__
+
 namespace {
 
 struct Views {
@@ -270,3 +272,5 @@ extern "C" int64_t view_attention(const int64_t* a) {
 #endif
   return -1;
 }
+
+#endif

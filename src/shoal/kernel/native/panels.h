@@ -43,6 +43,26 @@ inline void write_row(const Shape& shape, const float* bias, __m512 low, __m512 
   }
 }
 
+// 16 rows of 16 pairs become 16 rows of as many columns: in fours within lanes, then the lanes.
+inline void transpose(__m512i (&x)[16]) {
+  __m512i y[16];
+  for (int i = 0; i < 16; i += 4) {
+    const __m512i a = _mm512_unpacklo_epi32(x[i], x[i + 1]), b = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    const __m512i c = _mm512_unpacklo_epi32(x[i + 2], x[i + 3]);
+    const __m512i d = _mm512_unpackhi_epi32(x[i + 2], x[i + 3]);
+    y[i] = _mm512_unpacklo_epi64(a, c), y[i + 1] = _mm512_unpackhi_epi64(a, c);
+    y[i + 2] = _mm512_unpacklo_epi64(b, d), y[i + 3] = _mm512_unpackhi_epi64(b, d);
+  }
+  for (int i = 0; i < 4; i++) {
+    const __m512i a = _mm512_shuffle_i32x4(y[i], y[i + 4], 0x88);
+    const __m512i b = _mm512_shuffle_i32x4(y[i], y[i + 4], 0xdd);
+    const __m512i c = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0x88);
+    const __m512i d = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0xdd);
+    x[i] = _mm512_shuffle_i32x4(a, c, 0x88), x[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    x[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), x[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+  }
+}
+
 }  // namespace
 
 // w[N, K] to panels; `out` has room for all of them with K rounded up to 32, and what is beyond N
@@ -53,18 +73,26 @@ extern "C" void pack_panels(const uint16_t* w, uint16_t* out, int64_t n, int64_t
   const int64_t width = shape.width(), outputs = shape.outputs(), steps = (k + 31) / 32;
 #pragma omp parallel for
   for (int64_t p = 0; p < shape.panels(); p++) {
+    const uint16_t* rows[32];  // null beyond the last output
+    for (int64_t c = 0; c < 32; c++) {
+      const int64_t output = p * width + c % width;
+      const int64_t row = output < outputs ? output + c / width * outputs : n;
+      rows[c] = row < n ? w + row * k : nullptr;
+    }
     for (int64_t s = 0; s < steps; s++) {
-      uint32_t* tile = (uint32_t*)(out + (p * steps + s) * STEP);
-      for (int64_t c = 0; c < 32; c++) {
-        const int64_t output = p * width + c % width, left = k - s * 32;
-        const int64_t row = output < outputs ? output + c / width * outputs : n;
-        alignas(64) uint32_t pairs[16];
-        const __m512i some =
-            row < n ? _mm512_maskz_loadu_epi16(low32(left), w + row * k + s * 32) : __m512i{};
-        _mm512_store_si512(pairs, some);
-        for (int64_t r = 0; r < 16; r++) tile[(c >> 4) * 256 + r * 16 + (c & 15)] = pairs[r];
+      const __mmask32 left = low32(k - s * 32);
+      for (int64_t half = 0; half < 2; half++) {
+        __m512i pairs[16];
+        for (int64_t c = 0; c < 16; c++) {
+          const uint16_t* row = rows[half * 16 + c];
+          pairs[c] = row ? _mm512_maskz_loadu_epi16(left, row + s * 32) : __m512i{};
+        }
+        transpose(pairs);
+        __m512i* tile = (__m512i*)(out + (p * steps + s) * STEP) + half * 16;
+        for (int64_t r = 0; r < 16; r++) _mm512_stream_si512(tile + r, pairs[r]);
       }
     }
+    _mm_sfence();  // what was written past the caches is there when the threads meet
   }
 }
 #endif

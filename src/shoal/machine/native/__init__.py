@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.core.native import build
 
-__all__ = ["library"]
+__all__ = ["libraries", "library"]
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "chase_map": (c_void_p, [c_uint64, c_int, POINTER(c_int)]),
@@ -41,6 +41,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [c_uint64, c_int, c_uint64, c_int, POINTER(c_double), POINTER(c_double)],
     ),
 }
+
+
+def libraries() -> tuple[str, ...]:
+    """Names of all libraries."""
+    return tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.cpp")))
 
 
 def library(name: str) -> ctypes.CDLL:

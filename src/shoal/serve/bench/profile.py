@@ -117,6 +117,17 @@ def profile(
     ]
 
 
+def warm(runner: LocalRunner) -> None:
+    """Compute a prompt and two single tokens: a first request waits for no library.
+
+    The steps of single tokens are recorded where they can be. Nothing is in the cache yet, and
+    what they write there is nobody's.
+    """
+    size, vocab_size = runner.cache.block_size, runner.model.config.vocab_size
+    for shape in (((0, 2),), ((0, 1),), ((0, 1),)):
+        runner.execute(_step(shape, size, vocab_size))
+
+
 def quick_cost(
     runner: LocalRunner, limits: SchedulerLimits, *, clock: Callable[[], float] = time.perf_counter
 ) -> FittedStepCost:

@@ -32,6 +32,7 @@ from shoal.kernel.dispatch import dispatch
 from shoal.kernel.kv.bfp import BfpKVFormat
 from shoal.kernel.protocols import Ready
 from shoal.kernel.tensors import name_of
+from shoal.kernel.threads import torch_threads
 from shoal.machine.host import memory_available
 from shoal.model import huggingface
 from shoal.model.accelerate import accelerate
@@ -42,7 +43,7 @@ from shoal.model.parscale import heads_of
 from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
 from shoal.plan.serving.memory import slot_length
-from shoal.serve.bench.profile import quick_cost
+from shoal.serve.bench.profile import quick_cost, warm
 from shoal.serve.cache.paged import PagedCache, Zeros, token_bytes
 from shoal.serve.cache.weights import MemoryPart
 from shoal.serve.decode.build import speculate, speculative_runner
@@ -74,7 +75,8 @@ def load_model(job: ServeJob, device: Device = "cpu") -> Transformer:
         ModelError: its directory cannot be read.
         ServeError: its weights are in a precision that is not served.
     """
-    model = huggingface.read(Path(job.model), DTYPES[job.precision])
+    with torch_threads(_loading_threads(job)):
+        model = huggingface.read(Path(job.model), DTYPES[job.precision])
     return prepare(job, model if device == "cpu" else model.to(device))
 
 
@@ -94,6 +96,11 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return memory_available()
+
+
+def _loading_threads(job: ServeJob) -> int:
+    """All cores, shared with the others that load: nothing is computed yet."""
+    return max(1, num_cores() // (job.parallel.world * job.replicas))
 
 
 def prepare(job: ServeJob, model: Transformer) -> Transformer:
@@ -140,15 +147,17 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
             error=ServeError,
         )
     else:
-        model = accelerate(
-            model,
-            job.kernel,
-            positions=positions(job, model.config),
-            exact=job.exact,
-            pack="weights_stay" in placed,
-            # Between gates and what they gate, streams that are apart give up what is not theirs.
-            gates=not job.room_for_adapters and model.config.architecture.residual.apart == 1,
-        )
+        with torch_threads(_loading_threads(job)):
+            model = accelerate(
+                model,
+                job.kernel,
+                positions=positions(job, model.config),
+                exact=job.exact,
+                pack="weights_stay" in placed,
+                # Between gates and what they gate, streams that are apart give up what is not
+                # theirs.
+                gates=not job.room_for_adapters and model.config.architecture.residual.apart == 1,
+            )
     memory.apply(model)
     return model
 
@@ -476,6 +485,8 @@ def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:
     else:
         engine, _, runner = engine_of(job, model)
         cache = runner.cache
+        if job.speculative is None:
+            warm(runner)
     cache.populate(_POPULATED)
     # What is there now stays: it need not be searched for garbage between two steps.
     gc.collect()

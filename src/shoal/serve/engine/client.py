@@ -26,11 +26,11 @@ from shoal.serve.engine.failure import (
     RequestFailedError,
     SlowReaderError,
 )
+from shoal.serve.engine.frames import DEFAULT_FACTORY
 from shoal.serve.engine.hooks import ClientHook, EngineHooks
 from shoal.serve.engine.launch import EngineProcess, launch
 from shoal.serve.engine.link import EngineLink, ModelInfo, connect
 from shoal.serve.engine.output_queue import Listener, OutputQueue
-from shoal.serve.engine.process import DEFAULT_FACTORY
 from shoal.serve.engine.wire import pack_request, unpack_output
 from shoal.serve.http.client_options import ClientOptions
 

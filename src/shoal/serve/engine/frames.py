@@ -19,6 +19,9 @@ from shoal.core.errors import ServeError
 PRIVATE = frozenset({"SHOAL_API_KEY"})
 """Variables of the server that are not for its children."""
 
+DEFAULT_FACTORY = "shoal.serve.engine.build:build_engine"
+"""What builds an engine of one process."""
+
 # A prompt of a million tokens, or the outputs of a step of a thousand requests with
 # twenty log probabilities each, with room to spare.
 MAX_FRAME_BYTES = 16 * 2**20

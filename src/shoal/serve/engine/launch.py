@@ -12,14 +12,15 @@ import socket
 import subprocess
 from collections import deque
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from shoal.core import children
 from shoal.core.errors import ServeError
-from shoal.ir.serve_job import ServeJob
-from shoal.serve.engine.frames import PRIVATE, encode
-from shoal.serve.engine.process import DEFAULT_FACTORY
+from shoal.serve.engine.frames import DEFAULT_FACTORY, PRIVATE, encode
 from shoal.serve.ranks.spinning import spin_briefly
+
+if TYPE_CHECKING:
+    from shoal.ir.serve_job import ServeJob
 
 log = logging.getLogger("shoal.serve")
 
@@ -35,7 +36,7 @@ class EngineProcess:
 
     Args:
         process: its pipe of errors is read by :class:`EngineLog`.
-        socket: to it; what it is to load has been sent.
+        socket: to it.
     """
 
     process: subprocess.Popen[bytes]
@@ -48,28 +49,37 @@ class EngineProcess:
         if self.process.stderr is not None:
             self.process.stderr.close()
 
+    def load(self, job: ServeJob, factory: str) -> None:
+        """Say what to load; it does so while the caller gets ready itself.
 
-def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> EngineProcess:
-    """Start an engine's process; it loads the model while the caller gets ready itself.
+        Raises:
+            ServeError: it has ended.
+        """
+        message = {
+            "kind": "start",
+            "factory": factory,
+            "job": job.model_dump(mode="json", exclude_none=True),
+        }
+        self.socket.settimeout(_LEAVE_S)  # it may not read yet
+        try:
+            self.socket.sendall(encode(message))
+        except OSError as cause:
+            raise ServeError(f"the engine's process has ended ({cause})") from cause
+        self.socket.setblocking(False)
 
-    Args:
-        job: what to serve.
-        factory: ``module:function`` that builds the engine from the job, in its process.
+
+def begin() -> EngineProcess:
+    """Start an engine's process, which imports what it needs until it is told what to load.
+
+    Imports no values itself, so that it can be called before anything else is.
 
     Raises:
         ServeError: the process cannot be started.
     """
-    start = {
-        "kind": "start",
-        "factory": factory,
-        "job": job.model_dump(mode="json", exclude_none=True),
-    }
     environment = children.environment(without=PRIVATE)
     spin_briefly(environment)
     own, theirs = socket.socketpair()
     try:
-        own.settimeout(_LEAVE_S)  # it does not read yet: what the buffer cannot take never goes
-        own.sendall(encode(start))
         process = children.start(
             "shoal.serve.engine.process",
             *("--fd", str(theirs.fileno())),
@@ -84,8 +94,30 @@ def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> EngineProcess:
         raise ServeError(f"the engine's process cannot be started ({cause})") from cause
     finally:
         theirs.close()
-    own.setblocking(False)
     return EngineProcess(process, own)
+
+
+def launch(
+    job: ServeJob, factory: str = DEFAULT_FACTORY, begun: EngineProcess | None = None
+) -> EngineProcess:
+    """Start an engine's process, and say what to load.
+
+    Args:
+        job: what to serve.
+        factory: ``module:function`` that builds the engine from the job, in its process.
+        begun: a process of :func:`begin` to take, if it has not ended.
+
+    Raises:
+        ServeError: the process cannot be started.
+    """
+    if begun is None or begun.process.poll() is not None:
+        begun = begin()
+    try:
+        begun.load(job, factory)
+    except ServeError:
+        begun.discard()
+        raise
+    return begun
 
 
 class EngineLog:

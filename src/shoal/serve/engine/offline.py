@@ -18,8 +18,9 @@ from shoal.core.measure import num_cores
 from shoal.core.parts import load_object
 from shoal.ir import Output, Request, ServeJob
 from shoal.serve.engine.failure import ENDS
+from shoal.serve.engine.frames import DEFAULT_FACTORY
 from shoal.serve.engine.link import ModelInfo
-from shoal.serve.engine.process import DEFAULT_FACTORY, EngineLike, describe, factory_of
+from shoal.serve.engine.process import EngineLike, describe, factory_of
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig

@@ -1,9 +1,9 @@
 """The engine's own process: it owns model and cache and computes, and does nothing else.
 
 ``python -m shoal.serve.engine.process --fd N`` talks to the HTTP process through a socket that it
-inherits. It loads what the first message says. Then it takes in what has come (without waiting
-while there is work), runs one step, and sends what the step gave, again and again. It ends when
-its parent does.
+inherits. Until the first message it imports what most engines need; it loads what that message
+says. Then it takes in what has come (without waiting while there is work), runs one step, and sends
+what the step gave, again and again. It ends when its parent does.
 
 Messages in: ``start`` (factory, job), ``add`` (a request), ``abort`` (id), ``ask`` (number, what,
 words: a question of :attr:`EngineLike.answers`), ``ping`` (number). Messages out: ``ready`` (what
@@ -17,6 +17,7 @@ stats), ``failed`` (why the process ends).
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import select
 import socket
@@ -33,13 +34,11 @@ from shoal.ir.serve_job import ServeJob
 from shoal.ir.serving import Output, Request
 from shoal.serve.decode.protocols import DecodePart
 from shoal.serve.engine.failure import failure
-from shoal.serve.engine.frames import Decoder, encode
+from shoal.serve.engine.frames import DEFAULT_FACTORY, Decoder, encode
 from shoal.serve.engine.wire import pack_output, unpack_request
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
-
-DEFAULT_FACTORY = "shoal.serve.engine.build:build_engine"
 
 
 def factory_of(job: ServeJob) -> str:
@@ -161,6 +160,8 @@ def serve(connection: socket.socket) -> None:
     parent = EngineConnection(connection)
     try:
         start: Mapping[str, Any] | None = None
+        if not select.select([connection], [], [], 0.0)[0]:
+            _load(DEFAULT_FACTORY)
         while start is None:
             start = next(parent.receive(None), None)
         engine = _start(start, parent)
@@ -184,11 +185,22 @@ def serve(connection: socket.socket) -> None:
         raise
 
 
+def _load(factory: str) -> Callable[..., Any]:
+    """Import what builds an engine; of what that makes nothing is ever garbage to be searched."""
+    gc.disable()
+    try:
+        result: Callable[..., Any] = load_object(factory)
+    finally:
+        gc.freeze()
+        gc.enable()
+    return result
+
+
 def _start(start: Mapping[str, Any], parent: EngineConnection) -> EngineLike:
     job = parse(ServeJob, start["job"], where="job")
     engine: EngineLike
     config: ModelConfig
-    engine, config = load_object(start["factory"])(job)
+    engine, config = _load(start["factory"])(job)
     parent.send({"kind": "ready", **describe(job, engine, config)})
     return engine
 

@@ -24,8 +24,8 @@ from shoal.core.parts import table
 from shoal.core.traits import traits
 from shoal.ir.serve_job import ServeJob
 from shoal.serve.engine.client import ClientOptions, EngineClient
+from shoal.serve.engine.frames import DEFAULT_FACTORY
 from shoal.serve.engine.launch import EngineProcess, launch
-from shoal.serve.engine.process import DEFAULT_FACTORY
 from shoal.serve.http.draining import DrainState
 from shoal.serve.http.limits import HttpLimits
 from shoal.train.layout import model_name
@@ -150,7 +150,11 @@ def serve_at(job: ServeJob, options: ServerOptions, listener: socket.socket) -> 
 
 
 def serve(
-    job: ServeJob, options: ServerOptions, *, ready: Callable[[RunningServer], None] | None = None
+    job: ServeJob,
+    options: ServerOptions,
+    *,
+    ready: Callable[[RunningServer], None] | None = None,
+    begun: EngineProcess | None = None,
 ) -> int | None:
     """Serve until Ctrl-C, SIGTERM or SIGHUP, and then until open answers have ended.
 
@@ -158,6 +162,7 @@ def serve(
         job: what to serve.
         options: where and how to listen.
         ready: called when the server answers.
+        begun: a process for its engine, from :func:`shoal.serve.engine.launch.begin`.
 
     Returns:
         The number of the signal.
@@ -165,7 +170,7 @@ def serve(
     Raises:
         ShoalError: the address is taken or not allowed, or the model cannot be served.
     """
-    with _prepared(job, options) as (listener, launched):
+    with _prepared(job, options, begun) as (listener, launched):
         return asyncio.run(_serve(job, options, listener, launched, ready or (lambda _: None)))
 
 
@@ -213,7 +218,7 @@ def running(job: ServeJob, options: ServerOptions | None = None) -> Iterator[Run
 
 @contextlib.contextmanager
 def _prepared(
-    job: ServeJob, options: ServerOptions
+    job: ServeJob, options: ServerOptions, begun: EngineProcess | None = None
 ) -> Iterator[tuple[socket.socket, EngineProcess | None]]:
     """What a user may have got wrong is known before anything is loaded."""
     from shoal.serve.http.guard import is_loopback
@@ -243,7 +248,7 @@ def _prepared(
         )
     listener = _listen(options.host, options.port)
     try:
-        launched = None if routed else launch(job, options.factory)
+        launched = None if routed else launch(job, options.factory, begun)
         try:
             yield listener, launched
         finally:
