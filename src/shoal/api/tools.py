@@ -1,4 +1,4 @@
-"""``shoal.probe``, ``shoal.explain``, ``shoal.check`` and ``shoal.score``."""
+"""``shoal.explain``, ``shoal.check`` and ``shoal.score``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.api.explaining import explain_parts, find_parts
 from shoal.api.jobs import machine_of
+from shoal.api.probing import silent
 from shoal.core.config import parse
 from shoal.core.errors import ConfigError
-from shoal.core.files import shoal_home
 from shoal.core.parts import Choice, table
 from shoal.ir import Explanation, Machine
 from shoal.ir.explanation import Progress
@@ -22,43 +22,12 @@ if TYPE_CHECKING:
     from shoal.cost.score import Score
 
 
-def _silent(done: float, total: float, text: str) -> None:
-    """No progress is shown."""
-
-
-def probe(
-    *,
-    fast: bool = True,
-    strict: bool = False,
-    save: str | PathLike[str] | bool = True,
-    progress: Progress = _silent,
-) -> Machine:
-    """Measure this machine; half a minute if fast.
-
-    Args:
-        fast: fewer sizes and repeats.
-        strict: refuse a noisy machine.
-        save: where the description is written; True for the machine called ``local``.
-        progress: called with (done, total, what is done).
-
-    Raises:
-        MachineError: it cannot be measured, or is too noisy.
-    """
-    from shoal.machine.probing import probe as measure
-
-    machine = measure(fast=fast, strict=strict, progress=progress)
-    if save is not False:
-        path = shoal_home() / "machine.yaml" if save is True else Path(save)
-        machine.save(path, header="Measured by shoal probe.")
-    return machine
-
-
 def explain(
     name: str,
     /,
     *,
     machine: str | PathLike[str] | Machine | None = None,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     **options: Any,
 ) -> Explanation:
     """Explain a technique: tables, sentences, a picture.
@@ -100,7 +69,7 @@ def explain(
 
 
 def check(
-    file: str | PathLike[str], *, progress: Progress = _silent, **settings: Any
+    file: str | PathLike[str], *, progress: Progress = silent, **settings: Any
 ) -> CheckVerdict:
     """Whether a parallel training step equals one process; what does not, by name.
 

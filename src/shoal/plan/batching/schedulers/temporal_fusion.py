@@ -31,7 +31,7 @@ class TemporalFusion:
             a request that generates takes all that a step may have.
     """
 
-    traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches"})
+    traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches", "reads_no_clock"})
     lane_tokens: int = 128
 
     def __post_init__(self) -> None:
