@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.config import resolve
 from shoal.core.errors import ConfigError
 from shoal.core.files import shoal_home
+from shoal.core.hub import fetched
 from shoal.core.tables import ShownAsTables, Table, table_of
 from shoal.ir import Machine, ServeJob
 from shoal.ir.explanation import Progress
@@ -232,9 +233,11 @@ def probe_decode(
         where = "probe decode" if isinstance(job, ServeJob) else str(job)
         raise ConfigError(f"{where}: speculative is not set; set it to the drafter to measure")
     from shoal.plan.trees.drafting import ProfitableDrafting, RowCosts
-    from shoal.serve.engine.build import engine_of, load_model
+    from shoal.serve.bench.replay import weights_of
+    from shoal.serve.engine.build import engine_of
 
-    engine = engine_of(asked, load_model(asked))[0]
+    asked = fetched(asked)
+    engine = engine_of(asked, weights_of(asked)[0])[0]
     paying = engine.scheduler.drafting  # type: ignore[attr-defined]
     assert isinstance(paying, ProfitableDrafting)
     assert isinstance(paying.cost, RowCosts)
