@@ -13,12 +13,23 @@ from shoal.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from shoal.api import Plans as Plans
+    from shoal.api import bench_attention as bench_attention
+    from shoal.api import bench_decode as bench_decode
+    from shoal.api import bench_job as bench_job
+    from shoal.api import bench_kernels as bench_kernels
+    from shoal.api import bench_peers as bench_peers
+    from shoal.api import bench_serve as bench_serve
+    from shoal.api import bench_tune as bench_tune
+    from shoal.api import bench_url as bench_url
     from shoal.api import check as check
     from shoal.api import explain as explain
     from shoal.api import import_log as import_log
     from shoal.api import load as load
     from shoal.api import plan as plan
     from shoal.api import probe as probe
+    from shoal.api import probe_decode as probe_decode
+    from shoal.api import probe_gemm as probe_gemm
+    from shoal.api import probe_gpu as probe_gpu
     from shoal.api import run as run
     from shoal.api import score as score
     from shoal.api import serve as serve
@@ -33,12 +44,23 @@ __all__ = [
     "SamplingParams",
     "Trainer",
     "__version__",
+    "bench_attention",
+    "bench_decode",
+    "bench_job",
+    "bench_kernels",
+    "bench_peers",
+    "bench_serve",
+    "bench_tune",
+    "bench_url",
     "check",
     "explain",
     "import_log",
     "load",
     "plan",
     "probe",
+    "probe_decode",
+    "probe_gemm",
+    "probe_gpu",
     "run",
     "score",
     "serve",
@@ -51,7 +73,8 @@ _LAZY = {
     "Trainer": "shoal.train.simple:Trainer",
     **{
         name: f"shoal.api:{name}"
-        for name in ("Plans", "check", "explain", "import_log", "load", "probe", "run", "score")
+        for name in __all__
+        if name not in ("LLM", "SamplingParams", "Trainer", "__version__", "plan", "serve", "train")
     },
 }
 # Rooms that are called as functions, too.

@@ -205,10 +205,13 @@ def under_torchrun() -> bool:
 
 
 def tuned() -> bool:
-    from shoal.app.commands.bench_tune import ENGINES
+    from shoal.api.measuring import TUNED_ENGINES
     from shoal.plan.tune.serving import KNOBS
 
-    return not any("tp" in name or "parallel" in name for name in KNOBS) and "vllm" not in ENGINES
+    return (
+        not any("tp" in name or "parallel" in name for name in KNOBS)
+        and "vllm" not in TUNED_ENGINES
+    )
 
 
 def no_gpu() -> bool:

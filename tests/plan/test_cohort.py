@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shoal.core.parts import table
+from shoal.core.traits import traits
 from shoal.cost.serving.fleet import KVTransferLink, SimulatedInstance, simulate_fleet
-from shoal.cost.serving.simulator import simulate
+from shoal.cost.serving.simulator import Simulation, simulate, simulate_ahead, stretched
 from shoal.ir import (
     Arrival,
     HostLink,
@@ -17,11 +19,14 @@ from shoal.ir import (
     Request,
     SamplingParams,
     SchedulerLimits,
+    ServeJob,
     StepCost,
     StepResult,
 )
 from shoal.plan.batching.common import DigestChain
 from shoal.plan.batching.dispatch import LeastLoadedDispatcher
+from shoal.plan.batching.schedulers.ahead import AheadScheduler
+from shoal.plan.serving.simulation import blank, build_cache, counts_blocks
 
 
 class Named:
@@ -146,3 +151,55 @@ def test_digests_of_a_prompt_are_kept_and_are_those_of_the_tokens() -> None:
             seen = DigestChain(request, 16).upto(request, most)
             assert list(seen[:most]) == list(want[:most])
         assert not set(DigestChain(salted, 16).upto(salted, blocks)) & set(want)
+
+
+@pytest.mark.parametrize("name", ["fcfs", "prefill_first", "fair", "static"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_slower_simulation_is_the_same_steps_stretched(name: str, stages: int) -> None:
+    """Where all requests come at once: to the last digit, preemptions and all."""
+    assert "reads_no_clock" in traits("scheduler", name) & traits("preempt", "recompute")
+    part = table("workload").build({"name": "chat", "scale": 16})
+    arrivals = part.arrivals(count=60, vocab_size=100, max_position=256, seed=0)
+
+    def served(cost: StepCost) -> Simulation:
+        one = scheduler(name, 400)
+        if stages == 1:
+            return simulate(one, cost, arrivals)
+        ahead = AheadScheduler(one, stages)
+        return simulate_ahead(one, ahead, cost, arrivals, stages=stages)
+
+    seen = served(Named())
+    assert name == "static" or any(one.preemptions for one in seen.served)
+    for factor in (1 / 1.37, 1.37):
+
+        class Paced(Named):
+            def seconds(self, chunks: Sequence[tuple[int, int]], factor: float = factor) -> float:
+                return factor * super().seconds(chunks)
+
+        assert stretched(seen, factor, stages=stages) == served(Paced()).served
+
+
+@pytest.mark.parametrize("name", ["fcfs", "prefill_first", "fair", "static"])
+@pytest.mark.parametrize("tokens", [300, 420, 4096])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_counted_blocks_are_as_good_as_named_ones(name: str, tokens: int, reuse: bool) -> None:
+    """Where no two requests start alike: the same steps, and the same found and evicted."""
+    choice = {"name": "paged", "prefix_reuse": reuse}
+    job = ServeJob(model="shoal-4m", kv=choice)
+    arrivals = [
+        replace(one, prompt=(number, *one.prompt)) for number, one in enumerate(workload(80))
+    ]
+    assert counts_blocks(job, arrivals)
+    assert not counts_blocks(job, [*arrivals, arrivals[0]])
+    seen, books = [], []
+    for counted in (False, True):
+        kv = build_cache(job, tokens, counted=counted)
+        limits = SchedulerLimits(max_running=16, max_step_tokens=64, max_position=280)
+        one = table("scheduler").build(name).build(kv, limits)
+        seen.append(simulate(one, Counted(), blank(arrivals) if counted else arrivals))
+        books.append(kv.stats())
+    assert seen[0] == seen[1]
+    assert all(books[0][key] == value for key, value in books[1].items())
+    if tokens == 300 and name != "static":
+        assert any(one.preemptions for one in seen[0].served)
+        assert not reuse or (books[0]["prefix_hit_tokens"] and books[0]["evictions"])

@@ -1,17 +1,25 @@
-"""A workload served in real time, beside what was predicted of it."""
+"""A workload served in real time: here beside what was predicted of it, elsewhere, or by peers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shoal.api.jobs import JobSource, machine_of, read_job
+from shoal.api.loading import model_directory
 from shoal.core.extras import require_extra
 from shoal.core.hub import fetched
+from shoal.core.measure import num_cores
+from shoal.core.scratch import scratch_directory
 from shoal.cost.workloads.choose import choose
 from shoal.ir import Machine, ServeJob, ServePlan, ServeReport, kind_named
 from shoal.plan.serving.goodput import Slo, targets_of
+
+if TYPE_CHECKING:
+    from shoal.claims.bench.serving.values import ServingTable
+    from shoal.serve.bench.remote import RemoteReport
 
 _MODEL = "shoal-4m"
 
@@ -38,6 +46,10 @@ def bench_job(
 
     Raises:
         ConfigError: a setting does not fit.
+
+    Examples:
+        >>> shoal.bench_job("shoal-4m", workload="code", max_running=16).workload.name
+        'code'
     """
     chosen = choose(workload, None if trace is None else str(trace))
     values["workload"] = chosen and chosen.model_dump(mode="json")
@@ -105,6 +117,10 @@ def bench_serve(
     Raises:
         MissingExtraError: PyTorch is not installed.
         ShoalError: something of the job cannot be.
+
+    Examples:
+        >>> job = shoal.bench_job("shoal-4m", workload="chat")
+        >>> report, latencies = shoal.bench_serve(job, requests=60, rate=20)
     """
     require_extra("torch", purpose="shoal bench serve")
     from shoal.cost.score import Score
@@ -134,3 +150,110 @@ def bench_serve(
     if score:
         Score().append(report)
     return report, samples
+
+
+def bench_url(
+    job: ServeJob,
+    url: str,
+    *,
+    model: str = "",
+    key: str | None = None,
+    requests: int | None = None,
+    rate: float | None = None,
+    slo: str | None = None,
+    chat: bool = False,
+    text: bool = False,
+    ignore_eos: bool = True,
+    vocab: int = 1000,
+    timeout_s: float = 600.0,
+    progress: Callable[[float, float, str], None] | None = None,
+    on_start: Callable[[str], None] | None = None,
+) -> RemoteReport:
+    """Replay a workload against an OpenAI-compatible server that runs elsewhere.
+
+    Args:
+        job: its workload and its ``max_position`` are used; see :func:`bench_job`.
+        url: of the server.
+        model: what it calls the model; the first that it lists if empty.
+        key: what it wants in ``Authorization: Bearer``.
+        requests: so many of the workload; None for all.
+        rate: requests per second; None for the workload's own times.
+        slo: targets in s for goodput, such as ``ttft=0.25,tpot=0.03``.
+        chat: ask ``chat/completions``, with text prompts.
+        text: send prompts as text, not token ids.
+        ignore_eos: ask for outputs of exactly the trace's lengths.
+        vocab: token ids are below it.
+        timeout_s: s after which a request counts as hung.
+        progress: called with (done, total, text).
+        on_start: called with what is sent, in words.
+
+    Raises:
+        ServeError: no such server or model, or no request was answered.
+
+    Examples:
+        >>> job = shoal.bench_job(workload="azure")
+        >>> report = shoal.bench_url(job, "http://127.0.0.1:8000", requests=200)
+        >>> report.measured["ttft_p99_s"]
+    """
+    from shoal.serve.bench.remote import RemoteServer, measure_remote
+    from shoal.serve.bench.replay import with_workload
+
+    remote = RemoteServer(
+        url=url,
+        model=model,
+        key=key,
+        chat=chat,
+        text=text,
+        ignore_eos=ignore_eos,
+        timeout_s=timeout_s,
+    )
+    return measure_remote(
+        remote,
+        with_workload(job, requests=requests, rate=rate),
+        requests=requests,
+        vocab=vocab,
+        targets=slo_of(slo),
+        progress=progress,
+        on_start=on_start,
+    )
+
+
+def bench_peers(
+    model: str | PathLike[str] | None = None,
+    *,
+    environments: str | PathLike[str] | None = None,
+    rounds: int = 6,
+    threads: int = 0,
+    progress: Callable[[str, float, float], None] | None = None,
+    on_ready: Callable[[], None] | None = None,
+) -> ServingTable:
+    """Measure serving engines beside each other on this machine.
+
+    Args:
+        model: a model directory or an id of the hub; random weights of 205.6 M parameters if None.
+        environments: directory where ``scripts/peers`` installed them.
+        rounds: timed rounds.
+        threads: of every engine; 0 for all cores.
+        progress: called with (what is done, done, total).
+        on_ready: called when the model is there, before anything is measured.
+
+    Raises:
+        ServeError: Shoal itself fails.
+
+    Examples:
+        >>> table = shoal.bench_peers("runs/first/export", environments="peers")
+        >>> table.versions
+    """
+    from shoal.claims.bench.serving.run import bench, random_directory
+
+    given = None if model is None else model_directory(model)
+    if on_ready is not None:
+        on_ready()
+    with scratch_directory("peers") as place:
+        return bench(
+            given or random_directory(place),
+            environments=None if environments is None else Path(environments),
+            rounds=rounds,
+            threads=threads or num_cores(),
+            progress=progress,
+        )

@@ -1,17 +1,16 @@
-"""``shoal.probe``, ``shoal.explain``, ``shoal.check`` and ``shoal.score``."""
+"""``shoal.explain``, ``shoal.check`` and ``shoal.score``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.api.explaining import explain_parts, find_parts
 from shoal.api.jobs import machine_of
+from shoal.api.probing import silent
 from shoal.core.config import parse
 from shoal.core.errors import ConfigError
-from shoal.core.files import shoal_home
 from shoal.core.parts import Choice, table
 from shoal.ir import Explanation, Machine
 from shoal.ir.explanation import Progress
@@ -23,86 +22,12 @@ if TYPE_CHECKING:
     from shoal.cost.score import Score
 
 
-def _silent(done: float, total: float, text: str) -> None:
-    """No progress is shown."""
-
-
-def probe(
-    *,
-    fast: bool = True,
-    strict: bool = False,
-    save: str | PathLike[str] | bool = True,
-    progress: Progress = _silent,
-) -> Machine:
-    """Measure this machine; half a minute if fast.
-
-    Args:
-        fast: fewer sizes and repeats.
-        strict: refuse a noisy machine.
-        save: where the description is written; True for the machine called ``local``.
-        progress: called with (done, total, what is done).
-
-    Raises:
-        MachineError: it cannot be measured, or is too noisy.
-    """
-    from shoal.machine.probing import probe as measure
-
-    machine = measure(fast=fast, strict=strict, progress=progress)
-    if save is not False:
-        path = shoal_home() / "machine.yaml" if save is True else Path(save)
-        machine.save(path, header="Measured by shoal probe.")
-    return machine
-
-
-def build_kernels(progress: Progress = _silent) -> int:
-    """Compile probes, checksums and kernels for this processor; no later start compiles them.
-
-    What has been compiled is not compiled again. As many are at a time as there are cores. Kernels
-    share the threads of torch, and are left out where it is not installed; those that are
-    generated, as from an expression, are compiled when they are first used.
-
-    Args:
-        progress: called with (done, total, what has been built).
-
-    Returns:
-        Number of libraries.
-
-    Raises:
-        BuildError: there is no compiler, or it refuses a source.
-    """
-    from concurrent.futures import ThreadPoolExecutor, as_completed
-    from functools import partial
-    from importlib.util import find_spec
-
-    from shoal.checkpoint.checksum import native as checksums
-    from shoal.checkpoint.inmemory.field import native as coding
-    from shoal.core.measure import num_cores
-    from shoal.machine import native as probes
-
-    work: dict[str, Callable[[], object]] = {}
-    if find_spec("torch") is not None:
-        from shoal.kernel import native as kernels
-
-        work = {f"kernel {name}": partial(kernels.library, name) for name in kernels.libraries()}
-    work |= {f"probe {name}": partial(probes.library, name) for name in probes.libraries()}
-    work |= {"checksums": checksums, "coding": coding}
-    with ThreadPoolExecutor(num_cores()) as pool:
-        building = {pool.submit(build): name for name, build in work.items()}
-        try:
-            for done, built in enumerate(as_completed(building), 1):
-                built.result()
-                progress(done, len(work), building[built])
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return len(work)
-
-
 def explain(
     name: str,
     /,
     *,
     machine: str | PathLike[str] | Machine | None = None,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     **options: Any,
 ) -> Explanation:
     """Explain a technique: tables, sentences, a picture.
@@ -144,7 +69,7 @@ def explain(
 
 
 def check(
-    file: str | PathLike[str], *, progress: Progress = _silent, **settings: Any
+    file: str | PathLike[str], *, progress: Progress = silent, **settings: Any
 ) -> CheckVerdict:
     """Whether a parallel training step equals one process; what does not, by name.
 

@@ -15,6 +15,8 @@ from shoal.core.theme import STYLES, Mark, console
 from shoal.core.theme import echo as echo
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.progress import Progress, TaskID
 
     from shoal.core.config import ResolvedValue
@@ -108,6 +110,23 @@ def show_blocks(blocks: Iterable[Table | str], *, most: int | None = None) -> No
             show(block, most=most)
 
 
+def check_endings(option: str, files: Iterable[Path | None], *endings: str) -> None:
+    """Refuse names of files to write that have none of the endings, before anything is done.
+
+    Raises:
+        ConfigError: names the option, the file and the endings.
+    """
+    from shoal.core.errors import require
+
+    for file in files:
+        require(
+            file is None or file.suffix in endings,
+            option,
+            str(file),
+            expected=f"a name in {' or '.join(endings)}",
+        )
+
+
 def show_values(resolved: ResolvedValue[Any], output: Format) -> None:
     """Print a job, and why each of its values is what it is."""
     if output is Format.json:
@@ -169,12 +188,15 @@ class WorkBar:
             print(f"{self._title}{share} {text}".rstrip(), file=sys.stderr, flush=True)
 
 
-def wait_until_quiet(*, anyway: bool, quiet: bool = False, wait_s: float = 60.0) -> None:
+def wait_until_quiet(
+    *, anyway: bool, quiet: bool = False, bar: WorkBar | None = None, wait_s: float = 60.0
+) -> None:
     """Wait until the machine is quiet enough to measure, with a countdown.
 
     Args:
         anyway: the user measures on a busy machine too.
         quiet: print no countdown.
+        bar: that is shown already, and shows the countdown.
         wait_s: how long to wait, in s.
 
     Raises:
@@ -184,7 +206,8 @@ def wait_until_quiet(*, anyway: bool, quiet: bool = False, wait_s: float = 60.0)
 
     if anyway:
         return
-    with WorkBar("waiting for a quiet machine", quiet=quiet) as bar:
+    title = "waiting for a quiet machine"
+    with WorkBar(title, quiet=quiet or bar is not None) as own:
         said = False
 
         def waiting(why: str, left: float) -> None:
@@ -196,7 +219,11 @@ def wait_until_quiet(*, anyway: bool, quiet: bool = False, wait_s: float = 60.0)
                     err=True,
                 )
             said = True
-            bar(wait_s - left, wait_s, f"{left:.0f} s left")
+            text = f"{left:.0f} s left"
+            if bar is None:
+                own(wait_s - left, wait_s, text)
+            else:
+                bar(wait_s - left, wait_s, f"{title}, {text}")
 
         check_quiet(wait_s=wait_s, waiting=waiting, hint="measure nevertheless with --anyway")
 

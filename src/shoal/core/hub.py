@@ -110,12 +110,14 @@ def local_model(words: str, *, hint: str = "") -> str:
     wanted = model_id(words)
     if wanted is None:
         return words
-    path = _fetched(wanted, "model", MODEL_FILES, _TWICE, f"model = {words!r}", ModelError, hint)
+    where = f"model = {words!r}"
+    instead = f"give the path of a model directory here{f', or {hint}' if hint else ''}"
+    path = _fetched(wanted, "model", MODEL_FILES, _TWICE, where, ModelError, instead)
     if not any(path.glob("*.safetensors")) or not (path / "config.json").is_file():
         raise ModelError(
-            f"model = {words!r}: the hub has no config.json with weights in safetensors there, and "
-            "other formats of weights are not fetched; give a model that has them, or convert it "
-            "to a directory here"
+            f"{where}: no such directory here, and the hub has no config.json with weights in "
+            "safetensors there; other formats of weights are not fetched; give a model that has "
+            "them, or convert it to a directory here"
         )
     return str(path)
 
@@ -130,11 +132,12 @@ def local_adapter(words: str) -> str:
     wanted = model_id(words)
     if wanted is None:
         return words
-    path = _fetched(wanted, "model", _ADAPTER_FILES, _TWICE, f"adapter = {words!r}", ModelError, "")
+    where, instead = f"adapter = {words!r}", "give the path of an adapter's directory here"
+    path = _fetched(wanted, "model", _ADAPTER_FILES, _TWICE, where, ModelError, instead)
     if not (path / "adapter_config.json").is_file():
         raise ModelError(
-            f"adapter = {words!r}: the hub has no adapter_config.json there; give an adapter in "
-            "PEFT's format"
+            f"{where}: no such directory here, and the hub has no adapter_config.json there; give "
+            "an adapter in PEFT's format"
         )
     return str(path)
 
@@ -178,7 +181,8 @@ def local_data(words: str) -> tuple[str, str]:
         )
     wanted = HubId(match["repo"], match["revision"], file, words)
     patterns = (file,) if file else _SHIPPED
-    path = _fetched(wanted, "dataset", patterns, (), f"data = {words!r}", DataError, "")
+    instead = "give the path of a file here"
+    path = _fetched(wanted, "dataset", patterns, (), f"data = {words!r}", DataError, instead)
     names = [str(one.relative_to(path)) for one in sorted(path.rglob("*")) if one.is_file()]
     if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
         raise DataError(
@@ -201,9 +205,9 @@ def _fetched(
     ignore: Sequence[str],
     where: str,
     error: type[ShoalError],
-    hint: str,
+    instead: str,
 ) -> Path:
-    """The directory with a snapshot of a repository."""
+    """The directory with a snapshot of a repository; ``instead`` ends errors."""
     try:
         from huggingface_hub import constants, errors, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -211,8 +215,6 @@ def _fetched(
         raise MissingExtraError("huggingface_hub", "run", "reading from the hub") from None
     if not sys.stderr.isatty():
         disable_progress_bars()
-    here = f"give the path of a {'model directory' if kind == 'model' else 'file'} here"
-    instead = f"{here}{f', or {hint}' if hint else ''}"
     forbidden = offline()
     try:
         path = snapshot_download(
@@ -225,8 +227,9 @@ def _fetched(
         )
     except errors.GatedRepoError as cause:
         raise error(
-            f"{where}: the hub gives it only to those who were granted access; ask for it at "
-            f"{constants.ENDPOINT}/{wanted.repo} and set HF_TOKEN, or {instead}"
+            f"{where}: no such directory here, and the hub gives it only to those who were granted "
+            f"access; ask for it at {constants.ENDPOINT}/{wanted.repo} and set HF_TOKEN, or "
+            f"{instead}"
         ) from cause
     except errors.RepositoryNotFoundError as cause:
         raise error(
@@ -235,11 +238,13 @@ def _fetched(
         ) from cause
     except errors.RevisionNotFoundError as cause:
         raise error(
-            f"{where}: {wanted.repo} has no revision {wanted.revision!r}; name a branch, a tag or "
-            "a commit, or leave @revision out"
+            f"{where}: no such directory here, and {wanted.repo} has no revision "
+            f"{wanted.revision!r}; name a branch, a tag or a commit, or leave @revision out"
         ) from cause
     except errors.HFValidationError as cause:
-        raise error(f"{where}: no id of the hub ({cause}); {instead}") from cause
+        raise error(
+            f"{where}: no such directory here, and no id of the hub ({cause}); {instead}"
+        ) from cause
     except Exception as cause:  # the library's clients raise errors of their own, too
         if forbidden:
             raise error(

@@ -38,6 +38,7 @@ TRAITS: dict[str, str] = {
     "prompts_apart": "a step is prefill or decode, not both",
     "quotes_prompts": "answers often repeat parts of their prompts",
     "reads_base": "a fine-tuning method uses the values of base matrices",
+    "reads_no_clock": "what comes next follows from the steps before, however long they took",
     "recomputes_cache": "the cache of a preempted request is computed again",
     "recorded": "a recorded workload, replayed as a whole",
     "remote": "workers may be on other hosts",

@@ -15,6 +15,7 @@ from shoal.ir.decoding import (
 from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterReport, DrafterWork
 from shoal.ir.engine import (
     CompactingKVManager,
+    CountedKVPart,
     CountedStepCost,
     CountingScheduler,
     ForkingKVManager,
@@ -100,6 +101,7 @@ __all__ = [
     "CompactingKVManager",
     "Copy",
     "Correction",
+    "CountedKVPart",
     "CountedStepCost",
     "CountingScheduler",
     "DecodePhaseScheduler",

@@ -221,6 +221,14 @@ class KVPart(Protocol):
         """Bookkeeping for a cache of ``num_tokens`` tokens, rounded down to whole blocks."""
 
 
+@runtime_checkable
+class CountedKVPart(KVPart, Protocol):
+    """A part of kind ``kv`` that can count blocks instead of naming them."""
+
+    def build_counted(self, num_tokens: int) -> KVManager:
+        """The same bookkeeping where no two requests start alike and nothing is copied."""
+
+
 class SchedulerPart(Protocol):
     """A part of kind ``scheduler``."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,17 +13,15 @@ from shoal.app.commands.bench_activations import activations
 from shoal.app.commands.bench_decode import decode
 from shoal.app.commands.bench_predictions import predictions
 from shoal.app.commands.bench_shown import (
-    files_of,
+    numbers_of,
     show_serve_plan,
     show_serve_report,
-    write_served,
+    show_served,
+    write_files,
 )
 from shoal.app.commands.bench_tune import tune
 from shoal.app.commands.jobs import StudyGroup
-from shoal.app.show import Anyway, Format, Output, Quiet, Sets
-
-if TYPE_CHECKING:
-    from shoal.claims.bench.attention.values import AttentionReport
+from shoal.app.show import Anyway, Format, Output, Quiet, Sets, check_endings
 
 app = typer.Typer(
     cls=StudyGroup,
@@ -148,23 +147,32 @@ def serve(
 
         shoal bench serve --peers --environments peers --out peers.json
     """
-    from shoal.api.benching import bench_job, bench_serve, slo_of, with_known_model
+    from shoal import api
+    from shoal.api.benching import slo_of, with_known_model
+    from shoal.app.show import WorkBar, as_json, show_blocks, wait_until_quiet
+    from shoal.core.extras import require_extra
+    from shoal.serve.bench.latencies import draw
 
-    files = files_of(out or [], (".json",) if peers else (".json", ".svg"))
+    files = out or []
+    check_endings("--out", files, ".json", *(() if peers else (".svg",)))
+    when_quiet = functools.partial(wait_until_quiet, anyway=anyway, quiet=quiet)
+    shown = output is Format.text
     if peers:
-        from shoal.app.commands import bench_peers
+        from shoal.claims.bench.serving.run import tables
 
-        bench_peers.run(
-            model,
-            environments=environments,
-            rounds=rounds,
-            threads=threads,
-            anyway=anyway,
-            out=files[0] if files else None,
-            quiet=quiet,
-        )
+        with WorkBar("bench serve --peers", quiet=quiet) as bar:
+            compared = api.bench_peers(
+                model,
+                environments=environments,
+                rounds=rounds,
+                threads=threads,
+                progress=lambda what, done, total: bar(done, total, what),
+                on_ready=functools.partial(when_quiet, bar=bar),
+            )
+        show_blocks(tables(compared))
+        write_files(files, compared.model_dump(mode="json"), str)
         return
-    job = bench_job(
+    job = api.bench_job(
         config,
         workload=workload,
         trace=trace,
@@ -173,37 +181,38 @@ def serve(
         model=model,
         name=name,
     )
-    targets = slo_of(slo)
+    slo_of(slo)  # refused before anything is loaded
+    said = typer.echo if shown and not quiet else None
     if url is not None:
-        from shoal.app.commands import bench_url
-
-        bench_url.run(
-            job,
-            url=url,
-            model=model or "",
-            requests=requests,
-            rate=rate,
-            targets=targets,
-            chat=chat,
-            text=text,
-            ignore_eos=ignore_eos,
-            vocab=vocab,
-            timeout_s=request_timeout,
-            output=output,
-            files=files,
-            quiet=quiet,
-        )
+        with WorkBar("bench", quiet=quiet) as bar:
+            replayed = api.bench_url(
+                job,
+                url,
+                model=model or "",
+                key=os.environ.get("OPENAI_API_KEY") or None,
+                requests=requests,
+                rate=rate,
+                slo=slo,
+                chat=chat,
+                text=text,
+                ignore_eos=ignore_eos,
+                vocab=vocab,
+                timeout_s=request_timeout,
+                progress=lambda done, total, _: bar(done, total, "requests"),
+                on_start=said,
+            )
+        fields = replayed.model_dump(mode="json")
+        write_files(files, fields, lambda _: draw(replayed.samples, replayed.model))
+        if shown:
+            show_blocks(replayed.tables())
+        else:
+            as_json({name: value for name, value in fields.items() if name != "samples"})
         return
-    from shoal.app.show import WorkBar, as_json, wait_until_quiet
-    from shoal.core.extras import require_extra
-
     require_extra("torch", purpose="shoal bench serve")
     job = with_known_model(job)
-    wait_until_quiet(anyway=anyway, quiet=quiet)
-    shown = output is Format.text
-    told = shown and not quiet
+    when_quiet()
     with WorkBar("bench", quiet=quiet) as bar:
-        report, samples = bench_serve(
+        report, samples = api.bench_serve(
             job,
             machine=machine,
             requests=requests,
@@ -213,14 +222,15 @@ def serve(
             score=score,
             anyway=anyway,
             progress=lambda what, done, total: bar(done, total, what),
-            on_start=(lambda where: typer.echo(f"serving {where}")) if told else None,
-            on_plan=show_serve_plan if told else None,
+            on_start=show_served if said else None,
+            on_plan=show_serve_plan if said else None,
         )
-    write_served(files, {**report.model_dump(mode="json"), "samples": samples}, job.model)
+    fields = report.model_dump(mode="json")
+    write_files(files, {**fields, "samples": samples}, lambda _: draw(samples, job.model))
     if shown:
         show_serve_report(report)
     else:
-        as_json(report.model_dump(mode="json"))
+        as_json(fields)
 
 
 @app.command("attention")
@@ -291,69 +301,50 @@ def attention(
 
         shoal bench attention --kernels sdpa,flex,tiled --cp none --lengths 1024,4096 --out r.json
     """
-    from shoal.app.show import WorkBar, as_json
-    from shoal.claims.bench.attention.harness import chosen, run
-    from shoal.claims.bench.attention.report import to_html
-    from shoal.claims.bench.attention.values import AttentionSettings
-    from shoal.core.config import parse
-    from shoal.core.errors import require
-    from shoal.core.files import write_atomic, write_json
+    from shoal import api
+    from shoal.app.show import WorkBar, as_json, show_blocks
+    from shoal.claims.bench.attention.report import tables, to_html
 
     files = out or []
-    for file in files:
-        require(
-            file.suffix in (".html", ".json"),
-            "--out",
-            str(file),
-            expected="a name in .html or .json",
-        )
-    sizes = _numbers(lengths or ("256" if quick else "1024,2048"), "--lengths")
-    names = chosen(kernels, "attention_kernel")
-    raw = {
-        "kernels": [name for name in names if not (quick and name == "flex" and kernels == "all")],
-        "masks": chosen(masks, "mask"),
-        "methods": chosen(cp, "context"),
-        "lengths": sizes,
-        "context_lengths": [min(sizes)]
-        if cp_lengths is None
-        else _numbers(cp_lengths, "--cp-lengths"),
-        "ranks": _numbers(ranks, "--ranks"),
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "dtype": dtype,
-        "device": device,
-        "backward": backward,
-        "repeats": 1 if quick else repeats,
-        "block": block,
-        "threads": 1 if quick else threads,
-        "seed": seed,
-        "network": {
-            "flops": flops,
-            "bandwidth": bandwidth,
-            "latency_s": latency,
-            "shape": links,
-            "ranks_per_node": ranks_per_node,
-            "node_bandwidth": node_bandwidth,
-            "node_latency_s": node_latency,
-        },
-    }
+    check_endings("--out", files, ".html", ".json")
     with WorkBar("bench attention", quiet=quiet) as bar:
-        report = run(
-            parse(AttentionSettings, raw, where=""),
+        report = api.bench_attention(
+            kernels=kernels,
+            masks=masks,
+            methods=cp,
+            lengths=None if lengths is None else numbers_of(lengths, "--lengths"),
+            context_lengths=None if cp_lengths is None else numbers_of(cp_lengths, "--cp-lengths"),
+            ranks=numbers_of(ranks, "--ranks"),
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+            backward=backward,
+            repeats=repeats,
+            block=block,
+            threads=threads,
+            seed=seed,
+            network={
+                "flops": flops,
+                "bandwidth": bandwidth,
+                "latency_s": latency,
+                "shape": links,
+                "ranks_per_node": ranks_per_node,
+                "node_bandwidth": node_bandwidth,
+                "node_latency_s": node_latency,
+            },
+            quick=quick,
             progress=lambda text, done, total: bar(done, total, text),
         )
-    for file in files:
-        if file.suffix == ".json":
-            write_json(file, report.model_dump(mode="json"))
-        else:
-            write_atomic(file, to_html(report))
+    fields = report.model_dump(mode="json")
+    write_files(files, fields, lambda _: to_html(report))
     counts = report.counts()
     if output is Format.json:
-        as_json(report.model_dump(mode="json"))
+        as_json(fields)
     elif not quiet:
-        _show_attention(report)
+        show_blocks(tables(report))
     if output is Format.text:
         typer.echo(", ".join(f"{count} {name}" for name, count in counts.items()))
     if counts["wrong"] or counts["failed"]:
@@ -406,109 +397,40 @@ def kernels(
     """
     import dataclasses
 
+    from shoal import api
     from shoal.app.show import WorkBar, as_json, wait_until_quiet
-    from shoal.claims.bench.kernels import KernelBenchOptions, bench, draw, format_rows
+    from shoal.claims.bench.kernels import draw, format_rows
     from shoal.core.errors import ConfigError, require
-    from shoal.core.files import write_atomic, write_json
 
     files = out or []
-    for file in files:
-        require(
-            file.suffix in (".json", ".svg"), "--out", str(file), expected="a name in .json or .svg"
-        )
-    require(dtype in ("fp32", "bf16"), "--dtype", dtype, expected="fp32 or bf16")
+    check_endings("--out", files, ".json", ".svg")
     sizes = []
     for shape in shapes.split(","):
         outputs, _, inputs = shape.partition("x")
         if not (outputs.isdigit() and inputs.isdigit() and int(outputs) and int(inputs)):
             raise ConfigError(f"--shapes {shape}: expected outputs x inputs, such as 4096x11008")
         sizes.append((int(outputs), int(inputs)))
-    options = KernelBenchOptions(
-        ops=tuple(op or ()),
-        rows=tuple(_numbers(rows, "--rows")),
-        shapes=tuple(sizes),
-        formats=tuple(formats.split(",")),
-        dtype=dtype,
-        pairs=3 if quick else 15,
-        rotated_bytes=(160 if quick else 640) * 2**20,
-        wanted=tuple(backend or ()),
-    )
-    wait_until_quiet(anyway=anyway, quiet=quiet)
     with WorkBar("bench kernels", quiet=quiet) as bar:
-        result = bench(options, progress=lambda text, done, total: bar(done, total, text))
+        result = api.bench_kernels(
+            op or (),
+            rows=tuple(numbers_of(rows, "--rows")),
+            shapes=tuple(sizes),
+            formats=tuple(formats.split(",")),
+            dtype=dtype,
+            wanted=tuple(backend or ()),
+            quick=quick,
+            progress=lambda text, done, total: bar(done, total, text),
+            on_ready=functools.partial(wait_until_quiet, anyway=anyway, quiet=quiet, bar=bar),
+        )
     values = [dataclasses.asdict(row) for row in result]
+
+    def picture(file: Path) -> str:
+        names = sorted({row.op for row in result})
+        require(len(names) == 1, "--out", str(file), expected="one --op for one picture")
+        return draw(result, names[0])
+
     if output is Format.json:
         as_json(values)
     else:
         typer.echo(format_rows(result))
-    for file in files:
-        if file.suffix == ".json":
-            write_json(file, values)
-        else:
-            names = sorted({row.op for row in result})
-            require(len(names) == 1, "--out", str(file), expected="one --op for one picture")
-            write_atomic(file, draw(result, names[0]))
-
-
-def _numbers(text: str, where: str) -> list[int]:
-    from shoal.core.errors import require
-
-    words = [word.strip() for word in text.split(",")]
-    require(
-        all(word.isdigit() for word in words),
-        where,
-        text,
-        expected="comma-separated integers, such as 1024,2048",
-    )
-    return [int(word) for word in words]
-
-
-def _show_attention(report: AttentionReport) -> None:
-    from shoal.app.show import table
-    from shoal.claims.bench.attention.report import best_kernels, best_methods
-
-    broken = [
-        (row.kernel, row.mask, row.length, "", row.status, row.reason)
-        for row in report.kernels
-        if row.status in ("wrong", "failed")
-    ] + [
-        (row.method, row.mask, row.length, str(row.ranks), row.status, row.reason)
-        for row in report.context
-        if row.status in ("wrong", "failed")
-    ]
-    if broken:
-        table("", ("what", "mask", "tokens", "ranks", "", "why"), broken, numeric="  rr")
-    if report.kernels:
-        table(
-            "fastest kernel",
-            ("tokens", "mask", "kernel", "TFLOP/s", "of"),
-            [
-                (
-                    row.length,
-                    row.mask,
-                    row.kernel,
-                    "" if row.forward is None else f"{row.forward.tflops:.3g}",
-                    count,
-                )
-                for row, count in best_kernels(report)
-            ],
-            numeric="r  rr",
-        )
-    if report.context:
-        table(
-            "fastest context-parallel method, in simulated link time",
-            ("tokens", "ranks", "mask", "method", "step", "exposed", "of"),
-            [
-                (
-                    row.length,
-                    row.ranks,
-                    row.mask,
-                    row.method,
-                    f"{1e6 * (row.step_s or 0.0):,.4g} µs",
-                    f"{1e6 * (row.exposed_s or 0.0):,.4g} µs",
-                    count,
-                )
-                for row, count in best_methods(report)
-            ],
-            numeric="rr  rrr",
-        )
+    write_files(files, values, picture)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from shoal.app.show import Anyway, Format, Output, Quiet
-
-if TYPE_CHECKING:
-    from shoal.claims.bench.decode import DecodeRow
-
-# What is compared on the mini-model if nothing is named.
-_TRAINED = ("medusa", "falcon", "ppd")
+from shoal.app.commands.bench_shown import numbers_of
+from shoal.app.show import Anyway, Format, Output, Quiet, check_endings
 
 
 def decode(
@@ -74,125 +69,43 @@ def decode(
     """
     import dataclasses
 
-    from shoal.api.loading import model_directory
-    from shoal.app.show import as_json, wait_until_quiet
-    from shoal.claims.bench.decode import PLAIN, Bench, compared, held_out_prompts, lively
-    from shoal.claims.bench.decode_methods import check_own, drawn, keep_rows
-    from shoal.core.errors import StoreError, require
+    from shoal import api
+    from shoal.app.show import as_json, show_blocks, wait_until_quiet
+    from shoal.core.errors import StoreError
     from shoal.core.files import write_atomic
-    from shoal.core.measure import num_cores
-    from shoal.train import zoo
-    from shoal.train.zoo.drafters import method_of
 
-    if picture is not None:
-        require(picture.suffix == ".svg", "--picture", picture, expected="a name that ends in .svg")
-    sizes = _sizes(batch)
+    check_endings("--picture", [picture], ".svg")
 
     def say(line: str) -> None:
         if not quiet:
             typer.echo(line, err=output is Format.json)
 
-    given = dict(_pair(one, "--drafter") for one in drafter or [])
-    others = dict(_pair(one, "--also") for one in also or [])
-    for name, directory in others.items():
-        check_own(name, directory)
-    target = model_directory(model) if model else zoo.trained("shoal-27m", say)
-    wanted = [one.strip() for one in methods.split(",") if one.strip()]
-    wanted = wanted or ["ngram", *(_TRAINED if not model else ()), *given]
-    every = dict.fromkeys([*wanted, *given])
-    parts = {name: method_of(name, target, given, say) for name in every}
-    data = None if model else zoo.corpus("shoal-27m")
-    # A fifth may go: answers that repeat themselves.
-    count = max(prompts, max(sizes) * 5 // 4)
-    request = held_out_prompts(target, data, count, prompt_tokens)
-    own = {
-        name: (directory, held_out_prompts(directory, data, count, prompt_tokens))
-        for name, directory in others.items()
-    }
-    wait_until_quiet(anyway=anyway, quiet=quiet)
-    bench = Bench(
-        target,
-        {PLAIN: None, **parts},
+    found = api.bench_decode(
+        model,
+        methods=[one.strip() for one in methods.split(",") if one.strip()],
+        drafters=dict(_pair(one, "--drafter") for one in drafter or []),
+        also=dict(_pair(one, "--also") for one in also or []),
+        batches=numbers_of(batch, "--batch", most=1024),
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        rounds=rounds,
         precision=precision,
-        threads=threads or num_cores(),
-        max_running=max(sizes),
-        kv_tokens=max(8192, max(sizes) * (prompt_tokens + new_tokens + 64)),
-        own=own,
+        threads=threads,
+        keep=keep,
+        say=say,
+        on_ready=functools.partial(wait_until_quiet, anyway=anyway, quiet=quiet),
     )
-    kept = lively(bench, request, new_tokens)
-    loops = len(request) - len(kept)
-    rows = [
-        row
-        for size in sizes
-        for row in compared(bench, kept, new_tokens, rounds=rounds, batch=size, loops=loops)
-    ]
-    if keep:
-        place = keep_rows(rows, target, model or "shoal-27m", precision)
-        typer.echo(f"saved in {place}, where shoal explain decode and plan serve find it", err=True)
-    if picture is not None:
-        write_atomic(picture, drawn(rows).render().encode(), error=StoreError)
-    if output is Format.json:
-        as_json([dataclasses.asdict(row) for row in rows])
-        return
-    _show(rows, f"decode: {target.name}, answers of {new_tokens} tokens, {precision}", others)
-
-
-def _show(rows: Sequence[DecodeRow], title: str, others: dict[str, Path]) -> None:
-    from shoal.app.show import table
-    from shoal.claims.bench.decode import OWN, advice
-    from shoal.core.sizes import human_bytes
-
-    table(
-        title,
-        (
-            "",
-            "requests",
-            "tokens/s",
-            "over plain",
-            "tokens a step",
-            "guesses",
-            "drafter",
-            "agrees",
-            "distinct",
-        ),
-        [
-            (
-                row.method,
-                f"{row.batch}",
-                f"{row.tokens_per_s:.0f}",
-                f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})",
-                f"{row.tokens_per_step:.2f}",
-                f"{row.nodes_per_step:.1f}",
-                human_bytes(row.memory_bytes) if row.memory_bytes else "",
-                "own model" if row.agreement is None else f"{100 * row.agreement:.1f} %",
-                f"{row.distinct_4_grams:.2f}",
-            )
-            for row in rows
-        ],
-        numeric=" rrrrrrrr",
-    )
-    if rows[0].loops:
-        typer.echo(f"{rows[0].loops} answers were left out because they repeat themselves")
-    missing = [name for name in OWN if name not in others]
-    if missing:
+    if found.saved is not None:
         typer.echo(
-            f"not measured: {', '.join(missing)}, which need a model of their own (--also "
-            f"{missing[0]}=DIR), and hogwild, whose workers share a task (shoal claims run hogwild)"
+            f"saved in {found.saved}, where shoal explain decode and plan serve find it", err=True
         )
-    typer.echo(advice(rows))
-
-
-def _sizes(text: str) -> list[int]:
-    from shoal.core.errors import require
-
-    words = [one.strip() for one in text.split(",")]
-    require(
-        all(one.isdecimal() and 1 <= int(one) <= 1024 for one in words),
-        "--batch",
-        text,
-        expected="numbers from 1 to 1024, such as 1,4,16",
-    )
-    return sorted({int(one) for one in words})
+    if picture is not None:
+        write_atomic(picture, found.picture(), error=StoreError)
+    if output is Format.json:
+        as_json([dataclasses.asdict(row) for row in found.rows])
+    else:
+        show_blocks(found.tables())
 
 
 def _pair(text: str, option: str) -> tuple[str, Path]:

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.app.commands.bench_shown import files_of
-from shoal.app.show import Format, Output, Quiet
+from shoal.app.show import Format, Output, Quiet, check_endings
 
 
 def predictions(
@@ -48,7 +47,7 @@ def predictions(
     from shoal.claims.bench.predictions.comparison import KINDS, compare, tables
     from shoal.core.files import write_json
 
-    files = files_of([] if out is None else [out], (".json",))
+    check_endings("--out", [out], ".json")
     with WorkBar("bench predictions", quiet=quiet) as bar:
         result = compare(
             rows or KINDS,
@@ -57,8 +56,8 @@ def predictions(
             progress=lambda text, done, total: bar(done, total, text),
             notice=lambda text: typer.echo(text, err=True),
         )
-    for file in files:
-        write_json(file, result.model_dump(mode="json"))
+    if out is not None:
+        write_json(out, result.model_dump(mode="json"))
     if output is Format.json:
         as_json(result.model_dump(mode="json"))
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,41 +12,36 @@ if TYPE_CHECKING:
     from shoal.ir import ServePlan, ServeReport
 
 
-def files_of(files: list[Path], known: tuple[str, ...]) -> list[Path]:
-    """The files, once each has one of the known endings.
-
-    Raises:
-        ConfigError: one has not.
-    """
-    from shoal.core.errors import require
-
-    for file in files:
-        expected = f"a name in {' or '.join(known)}"
-        require(file.suffix in known, "--out", str(file), expected=expected)
-    return files
-
-
-def write_served(files: list[Path], found: dict[str, Any], title: str) -> None:
-    """Write what was found, its ``samples`` as a picture if a file is one."""
+def write_files(files: list[Path], value: Any, drawn: Callable[[Path], str]) -> None:
+    """Write JSON to the files whose names end so, and pictures or pages to the others."""
     from shoal.core.files import write_atomic, write_json
-    from shoal.serve.bench.latencies import draw
 
     for file in files:
         if file.suffix == ".json":
-            write_json(file, found)
+            write_json(file, value)
         else:
-            write_atomic(file, draw(found["samples"], title))
+            write_atomic(file, drawn(file))
 
 
-def measured_rows(measured: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Names and values of a table, of what is there."""
-    from shoal.ir import kind_named
+def numbers_of(text: str, where: str, *, most: int | None = None) -> list[int]:
+    """Whole numbers with commas between them, from 1 to ``most`` where there is one."""
+    from shoal.core.errors import require
 
-    return [
-        (quantity.label, quantity.text(measured[quantity.name]))
-        for quantity in kind_named("serve").quantities
-        if quantity.name in measured
-    ]
+    words = [word.strip() for word in text.split(",")]
+    require(
+        all(word.isdecimal() and (most is None or 1 <= int(word) <= most) for word in words),
+        where,
+        text,
+        expected="comma-separated integers, such as 1024,2048"
+        if most is None
+        else f"numbers from 1 to {most}, such as 1,4,16",
+    )
+    return [int(word) for word in words]
+
+
+def show_served(where: str) -> None:
+    """Print what is served."""
+    typer.echo(f"serving {where}")
 
 
 def show_serve_plan(plan: ServePlan) -> None:

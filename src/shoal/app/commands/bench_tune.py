@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from shoal.app.show import Anyway, Format, Output, Quiet, Sets
+from shoal.app.show import Anyway, Format, Output, Quiet, Sets, check_endings
 from shoal.core.counts import duration
-
-if TYPE_CHECKING:
-    from shoal.plan.tune.protocols import TuningResult
-
-# Engine -> what gives its knobs, and loads it with its workload.
-ENGINES = {
-    "shoal": "shoal.serve.bench.tune:shoal_engine",
-    "transformers": "shoal.claims.bench.serving.generate:transformers_engine",
-}
 
 
 def tune(
@@ -78,33 +70,14 @@ def tune(
 
         shoal bench tune MODEL --warm study-of-the-old-machine.yaml --study here.yaml
     """
-    import contextlib
-    import time
-
-    from shoal.app.show import WorkBar, as_json, wait_until_quiet
-    from shoal.core.config import resolve
+    from shoal import api
+    from shoal.app.show import WorkBar, as_json, show_blocks, wait_until_quiet
     from shoal.core.errors import require
     from shoal.core.files import write_atomic
-    from shoal.core.hub import fetched
-    from shoal.core.parts import load_object
-    from shoal.cost.workloads.choose import choose
-    from shoal.ir import ServeJob
-    from shoal.plan.tune import TUNERS
-    from shoal.plan.tune.landscape import summary
-    from shoal.plan.tune.landscape_page import page
-    from shoal.plan.tune.protocols import TuningResult
-    from shoal.plan.tune.repeats import Repeats
-    from shoal.plan.tune.serving import (
-        GOALS,
-        UNITS,
-        ServingObjective,
-        job_of,
-        knob_of,
-        tune_serving,
-    )
+    from shoal.plan.tune.serving import knob_of
 
+    check_endings("--picture", [picture], ".html")
     seconds, limit_s = duration(budget, "--budget"), duration(limit, "--limit")
-    require(goal in GOALS, "--goal", goal, expected=f"one of {', '.join(GOALS)}")
     require(
         engine == "shoal" or out is None,
         "--out",
@@ -112,67 +85,35 @@ def tune(
         expected="the engine shoal, whose settings a job can contain",
         hint="keep the trials with --study",
     )
-    elsewhere = TuningResult.load(warm).trials if warm is not None else ()
-    model = subject or model or "shoal-4m"
-    chosen = choose(None, None if trace is None else str(trace))
-    flags = {"model": model, "workload": chosen and chosen.model_dump(mode="json")}
-    job = fetched(resolve(ServeJob, flags=flags, sets=set_ or []).value)
-    require(engine in ENGINES, "--engine", engine, expected=f"one of {', '.join(ENGINES)}")
-    space, load = load_object(ENGINES[engine])(job, dict(knob_of(word) for word in knob or []))
-    options = {"starts": min(16, max(4, space.size // 10))} if tuner == "bayes" else {}
-    searcher = TUNERS.build({"name": tuner, **options}, where="--tuner")
-    repeats = Repeats(width=width)
-    runner, workload = load(requests)
-    wait_until_quiet(anyway=anyway, quiet=quiet)
-    objective = ServingObjective(
-        runner=runner,
-        workload=workload,
-        goal=goal,  # type: ignore[arg-type]
-        repeats=repeats,
-        limit_s=limit_s,
-        until=time.monotonic() + seconds,
-    )
-    with contextlib.closing(runner), WorkBar("tuning", quiet=quiet) as bar:
-        result = tune_serving(
-            searcher,
-            space,
-            objective,
-            trials,
-            name=tuner,
+    with WorkBar("tuning", quiet=quiet) as bar:
+        tuned = api.bench_tune(
+            subject or model or "shoal-4m",
+            trace=trace,
+            requests=requests,
+            budget_s=seconds,
+            goal=goal,
+            engine=engine,
+            knobs=dict(knob_of(word) for word in knob or []),
+            tuner=tuner,
+            trials=trials,
+            width=width,
+            limit_s=limit_s,
+            warm=warm,
+            sets=set_ or [],
             seed=seed,
-            elsewhere=elsewhere,
             progress=bar,
+            on_ready=functools.partial(wait_until_quiet, anyway=anyway, quiet=quiet, bar=bar),
         )
     if study is not None:
-        result.save(study, header="Trials of `shoal bench tune`.")
+        tuned.result.save(study, header="Trials of `shoal bench tune`.")
         typer.echo(f"saved {study}", err=True)
     if out is not None:
-        best = job_of(job, result.best.config)
-        best.save(out, header="The best settings of `shoal bench tune`.")
+        tuned.best_job().save(out, header="The best settings of `shoal bench tune`.")
         typer.echo(f"saved {out}", err=True)
     if picture is not None:
-        write_atomic(
-            picture, page(result, title=f"{model} with {engine}: {goal}", unit=UNITS[goal])
-        )
+        write_atomic(picture, tuned.page())
         typer.echo(f"saved {picture}", err=True)
     if output is Format.json:
-        as_json({"goal": goal, "engine": engine, **summary(result)})
+        as_json(tuned.as_json())
     else:
-        _show(result, UNITS[goal])
-
-
-def _show(study: TuningResult, unit: str) -> None:
-    """Print tables."""
-    from shoal.app.show import echo, table
-    from shoal.plan.tune.landscape_page import tables
-
-    best = study.best
-    for one in tables(study, unit):
-        if one.rows:
-            table(one.title, one.columns, one.rows[:8])
-    failed = len(study.trials) - len(study.feasible)
-    spelt = ", ".join(f"{name}={value}" for name, value in best.config.items())
-    echo(
-        f"{len(study.trials)} of {study.space.size} configurations tried, {failed} failed; "
-        f"the best reaches {best.value:.4g} {unit}: {spelt}"
-    )
+        show_blocks(tuned.tables())

@@ -35,7 +35,7 @@ def doctor(
     from shoal.machine.doctor import doctor as examine
 
     if build:
-        from shoal.api.tools import build_kernels
+        from shoal.api.probing import build_kernels
         from shoal.app.show import WorkBar
 
         with WorkBar("compiling", quiet=output is Format.json) as bar:

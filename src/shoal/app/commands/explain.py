@@ -13,7 +13,15 @@ import typer
 from typer.core import TyperGroup
 
 from shoal.app.commands.jobs import option
-from shoal.app.show import Format, Output, WorkBar, as_json, show_blocks, table
+from shoal.app.show import (
+    Format,
+    Output,
+    WorkBar,
+    as_json,
+    check_endings,
+    show_blocks,
+    table,
+)
 
 
 class PartCommands(TyperGroup):
@@ -147,6 +155,7 @@ def _study_command(name: str) -> Callable[..., None]:
     ) -> None:
         from shoal.machine.described import load
 
+        check_endings("--picture", [picture], ".svg", ".html")
         options = {
             field.name: _value(field.name, hints[field.name], given[field.name])
             for field in fields
@@ -176,7 +185,7 @@ def _study_command(name: str) -> Callable[..., None]:
             )
         )
     parameters += [
-        option("picture", Path | None, None, "Write the picture to this file."),
+        option("picture", Path | None, None, "Write the picture to this .svg or .html file."),
         option("out", Path | None, None, "Directory for output files."),
         option("output", Format, Format.text, "text or json.", "--output", "-o"),
         option("quiet", bool, False, "No progress.", "--quiet", "-q"),
@@ -237,7 +246,9 @@ def _write(answer: Any, picture: Path | None, out: Path | None) -> None:
     if picture is not None:
         if not answer.picture:
             raise ConfigError("--picture: this has no picture; leave it out")
-        texts[picture] = _text(answer.picture)
+        texts[picture] = text = _text(answer.picture)
+        svg = text.lstrip().startswith("<svg")
+        check_endings("--picture", [picture], ".svg" if svg else ".html")
     if out is not None:
         if not answer.files:
             raise ConfigError("--out: this writes no files; leave it out")

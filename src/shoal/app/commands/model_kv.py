@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.app.show import Format, Output, Quiet
+from shoal.app.show import Format, Output, Quiet, check_endings
 
 
 class ChannelMeasure(StrEnum):
@@ -64,6 +64,7 @@ def kv(
     from shoal.core.sizes import human_bytes
     from shoal.train.kv import report_directory
 
+    check_endings("--picture", [picture], ".svg")
     data = "stdlib" if text is None else {"name": "text", "path": str(text)}
     with WorkBar("measuring keys", quiet=quiet or output is Format.json) as bar:
         result = report_directory(

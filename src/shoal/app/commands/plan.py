@@ -13,7 +13,16 @@ import typer
 from shoal.app.commands.calibrating import NoCalibration
 from shoal.app.commands.jobs import PlanKinds
 from shoal.app.emitting import write_emitted
-from shoal.app.show import Brief, Format, Output, Sets, Verbose, show_blocks, show_notes
+from shoal.app.show import (
+    Brief,
+    Format,
+    Output,
+    Sets,
+    Verbose,
+    check_endings,
+    show_blocks,
+    show_notes,
+)
 
 if TYPE_CHECKING:
     from shoal.ir import TrainPlan
@@ -149,6 +158,7 @@ def train(
     from shoal.plan.strategy.options import split_options
     from shoal.plan.what_if import answer_tables
 
+    check_endings("--picture", [picture], ".html")
     if engine in ENGINES and emit in ENGINES:
         require(
             ENGINES[engine].launched_as == emit,
@@ -334,6 +344,7 @@ def serve(
     from shoal.cost.kernels.serving_engines import ENGINES
     from shoal.cost.workloads.choose import choose
 
+    check_endings("--picture", [picture], ".svg")
     chosen = choose(workload, trace)
     values: dict[str, Any] = {
         "model": model,

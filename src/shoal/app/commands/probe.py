@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.app.show import Format, Output
+from shoal.app.show import Format, Output, check_endings
 
 
 def probe(
@@ -70,35 +70,54 @@ def probe(
     """
     from shoal import api
     from shoal.app.show import WorkBar, as_json, show_blocks, table
-    from shoal.core.errors import ConfigError
+    from shoal.core.errors import ConfigError, require
     from shoal.core.files import write_atomic
     from shoal.machine.described import load
     from shoal.machine.probing import saved_path
     from shoal.machine.table import tables
 
-    if sweep == "decode":
-        from shoal.app.commands.probe_decode import measure as measure_decode
+    check_endings("--picture", [picture], ".svg")
+    json = output is Format.json
 
-        measure_decode(job, out, json=output is Format.json)
+    def saved(*places: object) -> None:
+        for place in places:
+            typer.echo(f"saved {place}", err=json)
+
+    if sweep == "decode":
+        if job is None:
+            raise ConfigError(
+                "probe decode: give --job, the YAML of a serving job with speculative"
+            )
+        costs = api.probe_decode(job, out=out or "costs.json")
+        saved(out or "costs.json")
+        if json:
+            as_json({"rows": costs.rows, "seconds": costs.seconds_of, "draft_s": costs.draft_s})
+        else:
+            show_blocks(costs.tables())
         return
     if sweep == "gpu":
-        from shoal.app.commands.probe_gpu import sweep as sweep_card
-
-        sweep_card(budget, out, json=output is Format.json, quiet=quiet)
+        with WorkBar("kernels", quiet=quiet) as bar:
+            timed = api.probe_gpu(budget_s=budget, out=out, progress=bar)
+        saved(timed.result.path)
+        if json:
+            as_json(timed.as_json())
+        else:
+            show_blocks(timed.tables())
         return
     if sweep is not None:
-        from shoal.app.commands.probe_gemm import sweep as sweep_products
-        from shoal.core.errors import require
-
         require(sweep == "gemm", "probe", sweep, expected="gemm, gpu, decode, or nothing")
-        sweep_products(
-            budget,
-            out,
-            watts,
-            importance=importance,
-            json=output is Format.json,
-            quiet=quiet,
-        )
+        with WorkBar("sweeping", quiet=quiet) as bar:
+            products = api.probe_gemm(budget_s=budget, out=out, watts=watts, progress=bar)
+        saved(products.table, products.file)
+        ranked = products.importance() if importance else {}
+        if json:
+            as_json({**products.as_json(), "importance": ranked})
+            return
+        show_blocks(products.tables())
+        if ranked:
+            rises = [(name, f"{rise:.3f}") for name, rise in list(ranked.items())[:10]]
+            title = "feature importance: rise of the error in log seconds"
+            table(title, ("", ""), rises, numeric=" r")
         return
     if compare:
         from shoal.machine.comparing import compare as side_by_side
@@ -113,13 +132,13 @@ def probe(
     else:
         with WorkBar("probing", quiet=quiet) as bar:
             described = api.probe(fast=not full, strict=strict, save=out or True, progress=bar)
-        typer.echo(f"saved {out or saved_path()}", err=output is Format.json)
+        saved(out or saved_path())
     if picture is not None:
         from shoal.machine.roofline import roofline_svg
 
         write_atomic(picture, roofline_svg(described))
-        typer.echo(f"drew {picture}", err=output is Format.json)
-    if output is Format.json:
+        typer.echo(f"drew {picture}", err=json)
+    if json:
         as_json(described.model_dump(mode="json", exclude_none=True))
     else:
         show_blocks(tables(described))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.claims.bench.decode import OWN, PLAIN, DecodeRow
+from shoal.claims.bench.decode import OWN, PLAIN, DecodeRow, advice
 from shoal.core.errors import require
+from shoal.core.sizes import human_bytes
 from shoal.core.svg import Chart, Series
+from shoal.core.tables import ShownAsTables, Table, table_of
 from shoal.machine.fingerprint import fingerprint as machine
 from shoal.plan.serving.decode_measured import MeasuredRow, MeasuredTable, keep
 
@@ -86,3 +89,65 @@ def drawn(rows: Sequence[DecodeRow]) -> Chart:
         series=series,
         cover_y=(0.0,),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeComparison(ShownAsTables):
+    """Ways to decode, measured in turn.
+
+    Args:
+        title: target, answers and precision.
+        rows: a method with a number of requests at once.
+        own: methods whose models were given.
+        saved: where plans find the rows; None if they were not kept.
+    """
+
+    title: str
+    rows: tuple[DecodeRow, ...]
+    own: tuple[str, ...] = ()
+    saved: Path | None = None
+
+    def picture(self) -> str:
+        """Speed over tokens a step or requests at once, as SVG."""
+        return drawn(self.rows).render()
+
+    def tables(self) -> Iterable[Table | str]:
+        """All rows, what was left out, and which of them pays."""
+        yield table_of(
+            self.title,
+            (
+                "",
+                "requests",
+                "tokens/s",
+                "over plain",
+                "tokens a step",
+                "guesses",
+                "drafter",
+                "agrees",
+                "distinct",
+            ),
+            [
+                (
+                    row.method,
+                    f"{row.batch}",
+                    f"{row.tokens_per_s:.0f}",
+                    f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})",
+                    f"{row.tokens_per_step:.2f}",
+                    f"{row.nodes_per_step:.1f}",
+                    human_bytes(row.memory_bytes) if row.memory_bytes else "",
+                    "own model" if row.agreement is None else f"{100 * row.agreement:.1f} %",
+                    f"{row.distinct_4_grams:.2f}",
+                )
+                for row in self.rows
+            ],
+            " rrrrrrrr",
+        )
+        if loops := self.rows[0].loops:
+            yield f"{loops} answers were left out because they repeat themselves"
+        if missing := [name for name in OWN if name not in self.own]:
+            yield (
+                f"not measured: {', '.join(missing)}, which need a model of their own (--also "
+                f"{missing[0]}=DIR), and hogwild, whose workers share a task (shoal claims run "
+                "hogwild)"
+            )
+        yield advice(self.rows)

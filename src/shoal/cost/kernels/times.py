@@ -95,6 +95,8 @@ class KernelTimes:
 
     def _own_grid(self, name: str, width: int = 128) -> Grid | None:
         """The user's own grid of this name, of the nearest width where there are several."""
+        if not self._own_grids:
+            return None
         if name in self._own_grids:
             return self._own_grids[name]
         known = [one for one in self._own_grids if one.startswith(f"{name}/")]

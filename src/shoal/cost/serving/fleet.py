@@ -240,14 +240,16 @@ class SimulatedFleet:
         self._crowd: dict[int, tuple[_Running, Step, StepResult]] = {}
         self._steady_since = 0.0
         self.now, self.seen = 0.0, FleetSimulation()
-        self._events: list[tuple[float, int, _Event, Any]] = []
-        self._number = 0
+        # A heap, as what is sorted is one.
+        self._events: list[tuple[float, int, _Event, Any]] = [
+            (arrival.at, index, self._came, (str(index), arrival))
+            for index, arrival in enumerate(arrivals)
+        ]
+        self._number = len(arrivals)
         self._served: dict[str, ServedRequest] = {}
         self._begun: set[str] = set()  # those with a first token and without a last one
         # Request -> (where its prompt is computed, when that began, when it ended or will end).
         self._prompt: dict[str, tuple[_Running, float, float]] = {}
-        for index, arrival in enumerate(arrivals):
-            self._push(arrival.at, self._came, (str(index), arrival))
 
     def advance(self) -> bool:
         """Go on for some time; whether there is more to come."""

@@ -81,9 +81,9 @@ class DigestChain:
         prompt = request.prompt
         if prompt is not None:
             tokens, known = prompt.digests.get(self._identity, ((), ()))
-            if (
-                len(known) >= blocks
-                and tokens[len(prompt) : stop] == request.tokens[len(prompt) : stop]
+            own = len(prompt)
+            if len(known) >= blocks and (
+                stop <= own or tokens[own:stop] == request.tokens[own:stop]
             ):
                 return known
         packed = memoryview(array("q", request.tokens[first:stop])).cast("B")
@@ -166,6 +166,24 @@ class Queues:
 
     def add(self, request: Request) -> None:
         """See :class:`~shoal.ir.engine.Scheduler`."""
+        most = self.most_cached(request)
+        if self._slots is not None:
+            # The end of a slot is no reason to end an answer: one that might reach it is refused.
+            most = request.n_prompt + request.params.max_tokens - 1
+        # Words only for what is wrong: simulations add requests by the ten thousand.
+        if (
+            request.id in self.requests
+            or not 1 <= request.n_prompt <= len(request.tokens) < self.limits.max_position
+            or request.params.max_tokens < 1
+            or not self.kv.fits(most)
+        ):
+            self._refuse(request, most)
+        request.state = "waiting"
+        self.requests[request.id] = request
+        self.waiting.append(request)
+
+    def _refuse(self, request: Request, most: int) -> None:
+        """Say why a request can never run, of which ``most`` tokens would be in the cache."""
         where = f"request {request.id}"
         require(
             request.id not in self.requests,
@@ -196,12 +214,9 @@ class Queues:
             hint="shorten the prompt, or serve with a larger max_position",
             error=ServeError,
         )
-        most = self.most_cached(request)
         room = f"at most {self.kv.num_blocks * self.kv.block_size}, all that the cache holds"
         larger = "more kv_tokens"
         if self._slots is not None:
-            # The end of a slot is no reason to end an answer: one that might reach it is refused.
-            most = request.n_prompt + request.params.max_tokens - 1
             room, larger = f"at most {self._slots.max_len}, the max_len of a slot", "longer slots"
         require(
             self.kv.fits(most),
@@ -212,9 +227,6 @@ class Queues:
             f"one of them, or serve with {larger}",
             error=ServeError,
         )
-        request.state = "waiting"
-        self.requests[request.id] = request
-        self.waiting.append(request)
 
     def abort(self, request_id: str) -> Output | None:
         """See :class:`~shoal.ir.engine.Scheduler`."""

@@ -45,7 +45,7 @@ from shoal.plan.serving.goodput import FEWEST_REQUESTS, Goodput, Slo, poisson, r
 from shoal.plan.serving.goodput_report import DisaggSetting, GoodputReport, SettingResult
 from shoal.plan.serving.inputs import arrivals_of, positions, precision_of
 from shoal.plan.serving.memory import fillable, fixed_memory, token_bytes
-from shoal.plan.serving.simulation import sharded_costs
+from shoal.plan.serving.simulation import blank, build_cache, counts_blocks, sharded_costs
 
 Costs = Callable[[int, int], StepCost]
 Progress = Callable[[float, float, str], None]
@@ -329,7 +329,7 @@ class _Search:
                 )
 
     def _instances(
-        self, role: str, phase: Phase, scheduler: Choice | None = None
+        self, role: str, phase: Phase, scheduler: Choice | None = None, *, counted: bool
     ) -> list[SimulatedInstance]:
         """Schedulers with their costs; a pipeline that generates is one for each of its stages.
 
@@ -346,7 +346,9 @@ class _Search:
         stages = phase.pp if role == "prefill" else 1
         return [
             SimulatedInstance(
-                part.build(table("kv").build(self.job.kv).build(tokens), self.limits), cost, stages
+                part.build(build_cache(self.job, tokens, counted=counted), self.limits),
+                cost,
+                stages,
             )
             for _ in range(phase.count * lanes)
         ]
@@ -394,12 +396,13 @@ class _Search:
 
         def serve(arrivals: Sequence[Arrival]) -> SimulatedFleet:
             if setting.both is not None:
-                fronts = self._instances("both", fewer(setting.both), setting.scheduler)
+                both = fewer(setting.both)
+                fronts = self._instances("both", both, setting.scheduler, counted=counted)
                 return SimulatedFleet(fronts, [], LeastLoadedDispatcher(len(fronts)), arrivals)
             assert setting.prefill is not None
             assert setting.decode is not None
-            fronts = self._instances("prefill", fewer(setting.prefill))
-            backs = self._instances("decode", fewer(setting.decode))
+            fronts = self._instances("prefill", fewer(setting.prefill), counted=counted)
+            backs = self._instances("decode", fewer(setting.decode), counted=counted)
             dispatcher = LeastLoadedDispatcher(len(fronts), len(backs))
             return SimulatedFleet(fronts, backs, dispatcher, arrivals, wire=self._wire())
 
@@ -407,7 +410,10 @@ class _Search:
         together = min(_TOGETHER, sum(counts) // copies)
         drawn = self.lengths if together == 1 else self.many
         count = together * self.requests
-        rates = Goodput(serve, poisson(drawn, count, self.job.seed), used)
+        arrivals = poisson(drawn, count, self.job.seed)
+        if counted := counts_blocks(self.job, arrivals):
+            arrivals = blank(arrivals)
+        rates = Goodput(serve, arrivals, used)
         position = rates.find(
             self.slo,
             tolerance=self.tolerance,

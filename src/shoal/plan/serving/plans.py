@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.core.errors import PlanError, ServeError, require
 from shoal.core.traits import traits
 from shoal.cost.arithmetic import flops_per_token
 from shoal.cost.calibration import corrected, corrected_latencies
+from shoal.cost.serving.simulator import Simulation
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.accelerated import AcceleratedStepCost
 from shoal.cost.step_cost.fitted import FittedStepCost
@@ -39,7 +40,7 @@ from shoal.plan.serving.choices import alternatives, check_split, offered, split
 from shoal.plan.serving.diffusion import usual_pass
 from shoal.plan.serving.inputs import arrivals_of, positions, precision_of
 from shoal.plan.serving.memory import free_tokens, memory_of, token_bytes
-from shoal.plan.serving.simulation import simulate_plan, step_cost_of
+from shoal.plan.serving.simulation import at_pace, simulate_plan, step_cost_of
 from shoal.plan.serving.table import rank
 from shoal.plan.serving.wording import SHORTEST, job_notes, misfit, reason, remedies, seen_notes
 
@@ -50,14 +51,29 @@ SPREAD = {"declared": 0.6, "emulated": 0.6, "probed": 0.4, "kernels": 0.33, "fit
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scaled:
-    """A cost times a factor."""
+class _Served:
+    """A plan's workload as it was simulated, for the ends of its intervals."""
 
     cost: StepCost
-    factor: float
+    spread: float
+    arrivals: Sequence[Arrival]
+    seen: Simulation
 
-    def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        return self.factor * self.cost.seconds(chunks)
+    def predicted(self, plan: ServePlan) -> dict[str, Interval]:
+        """The quantities between those of a slower and a faster simulation."""
+        ends = [
+            at_pace(plan.job, plan.machine, self.cost, self.arrivals, self.seen, factor)
+            for factor in (1 / (1 + self.spread), 1 + self.spread)
+        ]
+        predicted = {
+            name: Interval(
+                value=value,
+                low=min([value, *(end[name] for end in ends)]),
+                high=max([value, *(end[name] for end in ends)]),
+            )
+            for name, value in self.seen.quantities().items()
+        }
+        return corrected_latencies(predicted, plan.machine, plan.job.engine, plan.job.model)
 
 
 def plan_serve(
@@ -67,7 +83,6 @@ def plan_serve(
     cost: StepCost | None = None,
     trace: Sequence[Arrival] | None = None,
     requests: int | None = None,
-    ends: bool = True,
 ) -> ServePlan:
     """Size the cache, simulate the workload and say what it will be like; needs no torch.
 
@@ -78,7 +93,6 @@ def plan_serve(
             and corrects latencies by the machine's calibration.
         trace: what arrives; None takes the job's workload.
         requests: how many of the workload's; None takes its own number.
-        ends: simulate the ends of intervals too; they are the values otherwise.
 
     Raises:
         ModelError: there is no such model.
@@ -86,6 +100,31 @@ def plan_serve(
         MachineError: the machine has no value for a required rate.
         DataError: a trace that cannot be read.
         ConfigError: an option of a part is wrong.
+    """
+
+    def arrive(concrete: ServeJob, shape: ModelShape) -> Sequence[Arrival]:
+        return arrivals_of(concrete, shape, count=requests) if trace is None else list(trace)
+
+    plan, served = _simulated(job, machine, arrive, cost)
+    return _with_ends(plan, served)
+
+
+def _with_ends(plan: ServePlan, served: _Served | None) -> ServePlan:
+    """The plan with the ends of its intervals; one that does not fit has none."""
+    if served is None:
+        return plan
+    return plan.model_copy(update={"predicted": served.predicted(plan)})
+
+
+def _simulated(
+    job: ServeJob,
+    machine: Machine,
+    arrive: Callable[[ServeJob, ModelShape], Sequence[Arrival]],
+    cost: StepCost | None = None,
+) -> tuple[ServePlan, _Served | None]:
+    """A plan whose intervals are their values, and what was simulated for it.
+
+    ``arrive`` says what comes, of the concrete job and its shape.
     """
     job = settled_serving(job, machine)
     shape = resolve(job.model)
@@ -131,7 +170,7 @@ def plan_serve(
     model = cost or priced
     spread = _spread(machine, cost, priced)
     if not fits:
-        return ServePlan(
+        unfit = ServePlan(
             job=concrete,
             machine=machine,
             shape=shape,
@@ -140,30 +179,19 @@ def plan_serve(
             why=misfit(memory, most),
             notes=(*remedies(job, shape, machine, precision, longest, most), *notes),
         )
-    arrivals = arrivals_of(concrete, shape, count=requests) if trace is None else list(trace)
+        return unfit, None
+    arrivals = arrive(concrete, shape)
     require(
         bool(arrivals), "trace", len(arrivals), expected="at least one request", hint="add some"
     )
     seen = simulate_plan(concrete, machine, model, arrivals)
-    factors = (1 / (1 + spread), 1 + spread) if ends else ()
-    outer = [
-        simulate_plan(concrete, machine, _Scaled(model, factor), arrivals).quantities()
-        for factor in factors
-    ]
     context = round(sum(len(a.prompt) + a.output_tokens / 2 for a in arrivals) / len(arrivals))
     # Requests that generate while a replica computes, in the mean.
     decoding_s = sum(one.finish - one.first for one in seen.served)
     running = decoding_s / max(seen.busy_s, 1e-9) / concrete.replicas
     estimate = _decode_step(concrete, shape, priced, model, spread, memory, context, running)
-    predicted = {
-        name: Interval(
-            value=value,
-            low=min([value, *(end[name] for end in outer)]),
-            high=max([value, *(end[name] for end in outer)]),
-        )
-        for name, value in seen.quantities().items()
-    }
-    return ServePlan(
+    predicted = {name: Interval.exact(value) for name, value in seen.quantities().items()}
+    plan = ServePlan(
         job=concrete,
         machine=machine,
         shape=shape,
@@ -172,6 +200,7 @@ def plan_serve(
         why=reason(concrete, estimate, seen, arrivals, memory, most),
         notes=(sentence(arrivals, seed=job.seed), *seen_notes(concrete, seen), *notes),
     )
+    return plan, _Served(model, spread, arrivals, seen)
 
 
 def competing(
@@ -220,18 +249,27 @@ def competing(
         )
     others = [*alternatives(work, machine), *(splits(job, machine) if divide else ())]
     others = [one for one in others if not refuses(one, shape, machine)]
-    known = {asked.job.model_dump_json(): (job, asked)}
+    # All have the workload of the job; what is longer than a plan's longest request is clipped.
+    arriving = {positions(concrete, shape): arrivals}
+
+    def arrive(other: ServeJob, shape: ModelShape) -> Sequence[Arrival]:
+        longest = positions(other, shape)
+        if longest not in arriving:
+            arriving[longest] = arrivals_of(other, shape)
+        return arriving[longest]
+
+    known: dict[str, tuple[ServePlan, _Served | None]] = {
+        asked.job.model_dump_json(): (asked, None)
+    }
     for other in others:
         # What a combination cannot serve, such as a request that its cache never holds.
         with contextlib.suppress(PlanError, ServeError):
-            plan = plan_serve(other, machine, ends=most is None)
+            plan, served = _simulated(other, machine, arrive)
             # Two ways to ask for one job are one plan.
-            known.setdefault(plan.job.model_dump_json(), (other, plan))
-    ranked = rank([plan for _, plan in known.values()])
-    for place, plan in enumerate(ranked[: most or 0]):
-        if plan is not asked and plan.fits:
-            other, _ = known[plan.job.model_dump_json()]
-            ranked[place] = plan_serve(other, machine)
+            known.setdefault(plan.job.model_dump_json(), (plan, served))
+    ranked = rank([plan for plan, _ in known.values()])
+    for place, plan in enumerate(ranked[:most]):
+        ranked[place] = _with_ends(*known[plan.job.model_dump_json()])
     return ranked
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 from shoal.core.errors import PlanError
@@ -12,11 +13,29 @@ from shoal.core.traits import traits
 from shoal.cost.price.host_link import host_link
 from shoal.cost.price.rates import RankRates
 from shoal.cost.serving.fleet import SimulatedInstance, simulate_fleet
-from shoal.cost.serving.simulator import Simulation, Speculation, simulate, simulate_ahead
+from shoal.cost.serving.simulator import (
+    Simulation,
+    Speculation,
+    quantities,
+    simulate,
+    simulate_ahead,
+    stretched,
+)
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.lending import LendingStepCost
 from shoal.cost.step_cost.predicted import PredictedStepCost, predicted_step_cost
-from shoal.ir import Arrival, HostLink, Machine, Parallel, Scheduler, ServeJob, StepCost
+from shoal.ir import (
+    Arrival,
+    CountedKVPart,
+    CountedStepCost,
+    HostLink,
+    KVManager,
+    Machine,
+    Parallel,
+    Scheduler,
+    ServeJob,
+    StepCost,
+)
 from shoal.plan.batching.balanced import Balanced
 from shoal.plan.batching.cache.distributed import Distributed
 from shoal.plan.batching.common import Queues
@@ -31,8 +50,35 @@ from shoal.plan.trees.drafting import PredictedRows, ProfitableDrafting
 HOP_S = 1e-4
 
 
+def counts_blocks(job: ServeJob, arrivals: Sequence[Arrival]) -> bool:
+    """Whether counting a cache's blocks is enough: no requests start alike, none is swapped."""
+    part = table("kv").build(job.kv, where="kv")
+    if "swaps_cache" in traits("preempt", job.preempt) or not isinstance(part, CountedKVPart):
+        return False
+    size = block_size(job)
+    # A simulation generates token 0.
+    starts = {(*one.prompt[:size], *[0] * (size - len(one.prompt))) for one in arrivals}
+    return len(starts) == len(arrivals)
+
+
+def blank(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """The arrivals with tokens that nobody looks at, which are faster to copy."""
+    return [replace(one, prompt=(0,) * len(one.prompt)) for one in arrivals]
+
+
+def build_cache(job: ServeJob, num_tokens: int, *, counted: bool = False) -> KVManager:
+    """The bookkeeping of a job's cache of ``num_tokens``, see :func:`counts_blocks`."""
+    part = table("kv").build(job.kv, where="kv")
+    kv: KVManager = part.build_counted(num_tokens) if counted else part.build(num_tokens)
+    return kv
+
+
 def build_scheduler(
-    job: ServeJob, *, link: HostLink | None = None, cost: StepCost | None = None
+    job: ServeJob,
+    *,
+    link: HostLink | None = None,
+    cost: StepCost | None = None,
+    counted: bool = False,
 ) -> Scheduler:
     """The scheduler of a concrete job, with its bookkeeping and without requests.
 
@@ -40,6 +86,7 @@ def build_scheduler(
         job: with ``kv_tokens`` and ``max_position``.
         link: between cache and host, where it is known.
         cost: seconds of a step, for ``preempt = auto``.
+        counted: see :func:`counts_blocks`.
 
     Raises:
         PlanError: the job leaves ``kv_tokens`` or ``max_position`` open.
@@ -49,7 +96,7 @@ def build_scheduler(
         raise PlanError(
             "kv_tokens and max_position: expected numbers in the job of a scheduler; plan it first"
         )
-    kv = table("kv").build(job.kv, where="kv").build(job.kv_tokens)
+    kv = build_cache(job, job.kv_tokens, counted=counted)
     preemption = (
         table("preempt")
         .build(job.preempt, where="preempt")
@@ -85,15 +132,19 @@ def simulate_plan(
         return simulate_passes(job, cost, arrivals)
     if "lends_blocks" in traits("kv", job.kv):
         return _lending(job, cost, arrivals, link)
+    counted = counts_blocks(job, arrivals)
     if job.replicas > 1:
         balancer = table("balancer").build(job.balancer, where="balancer").build()
         replicas = [
-            SimulatedInstance(build_scheduler(job, cost=cost), cost) for _ in range(job.replicas)
+            SimulatedInstance(build_scheduler(job, cost=cost, counted=counted), cost)
+            for _ in range(job.replicas)
         ]
         dispatcher = Balanced(balancer, job.replicas, arrivals)
         fleet = simulate_fleet(replicas, [], dispatcher, arrivals)
         return Simulation(fleet.served, busy_s=sum(fleet.busy_s) / job.replicas)
-    scheduler = build_scheduler(job, link=link, cost=cost)
+    if counted:
+        arrivals = blank(arrivals)
+    scheduler = build_scheduler(job, link=link, cost=cost, counted=counted)
     if split.pp == split.depth == 1:
         speculation = guessing(job, machine)
         if speculation is not None:
@@ -104,6 +155,52 @@ def simulate_plan(
         return simulate(scheduler, cost, arrivals, link=link, speculation=speculation)
     ahead = AheadScheduler(cast(OpenScheduler, scheduler), split.depth)
     return simulate_ahead(scheduler, ahead, cost, arrivals, stages=split.pp)
+
+
+def at_pace(
+    job: ServeJob,
+    machine: Machine,
+    cost: StepCost,
+    arrivals: Sequence[Arrival],
+    seen: Simulation,
+    factor: float,
+) -> dict[str, float]:
+    """The quantities of :func:`simulate_plan` if every step takes ``factor`` times as long.
+
+    Where all requests are there from the beginning and no part looks at the clock, the steps are
+    those of ``seen``, which it saw of the same arguments; elsewhere it is simulated again.
+    """
+    same_steps = (
+        bool(seen.steps)
+        and job.speculative is None
+        and all(one.at <= 0.0 for one in arrivals)
+        and all(
+            "reads_no_clock" in traits(key, getattr(job, key)) for key in ("scheduler", "preempt")
+        )
+    )
+    if same_steps:
+        return quantities(stretched(seen, factor, stages=job.parallel.pp))
+    paced = _CountedAtPace if isinstance(cost, CountedStepCost) else _AtPace
+    return simulate_plan(job, machine, paced(cost, factor), arrivals).quantities()
+
+
+@dataclass(frozen=True)
+class _AtPace:
+    """A cost times a factor."""
+
+    cost: StepCost
+    factor: float
+
+    def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return self.factor * self.cost.seconds(chunks)
+
+
+class _CountedAtPace(_AtPace):
+    def counted_seconds(
+        self, chunks: Sequence[tuple[int, int]], decodes: int, contexts: int
+    ) -> float:
+        assert isinstance(self.cost, CountedStepCost)
+        return self.factor * self.cost.counted_seconds(chunks, decodes, contexts)
 
 
 def guessing(job: ServeJob, machine: Machine) -> Speculation | None:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.files import write_json
+from shoal.core.tables import ShownAsTables, Table, table_of
 from shoal.ir import MAX_NODES, StepCost, VerificationCost
 
 # Weight of the newest step in what is known of acceptance; some fifty steps count.
@@ -40,7 +41,7 @@ _GAIN = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowCosts:
+class RowCosts(ShownAsTables):
     """Step time as a function of the number of rows, linear between measured points.
 
     Args:
@@ -65,6 +66,18 @@ class RowCosts:
                 "rising numbers of rows and one time of each"
             )
         require(min(self.seconds_of) > 0, "step costs", min(self.seconds_of), expected="above 0 s")
+
+    def tables(self) -> Iterable[Table | str]:
+        """Time by rows, and that of guesses."""
+        rows = [
+            (str(count), f"{1e3 * seconds:.3f} ms", f"{seconds / self.seconds_of[0]:.2f}x")
+            for count, seconds in zip(self.rows, self.seconds_of, strict=True)
+        ]
+        yield table_of("step time by rows", ("rows", "step", "over one row"), rows, "rrr")
+        yield (
+            f"guesses: {1e3 * self.draft_s:.3f} ms a step and {1e3 * self.draft_request_s:.3f} ms "
+            "a request"
+        )
 
     @property
     def falls(self) -> tuple[int, ...]:

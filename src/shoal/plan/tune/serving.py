@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from shoal.core.config import Value, parse
 from shoal.core.errors import UnknownKeyError, require, suggestion
+from shoal.core.tables import ShownAsTables, Table, table_of
 from shoal.ir import Arrival, ServeJob
+from shoal.plan.tune.landscape import summary
+from shoal.plan.tune.landscape_page import page
+from shoal.plan.tune.landscape_page import tables as landscape_tables
 from shoal.plan.tune.protocols import (
     Axis,
     Config,
@@ -273,3 +277,51 @@ def tune_serving(
         study = TuningResult(tuner=name, space=space, trials=tuple(made.values()), seed=seed)
     _ = study.best
     return study
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTuning(ShownAsTables):
+    """An engine's settings as they were measured.
+
+    Args:
+        job: model and workload.
+        engine: that served it.
+        goal: what the best settings are best at.
+        result: every trial.
+    """
+
+    job: ServeJob
+    engine: str
+    goal: Goal
+    result: TuningResult
+
+    def best_job(self) -> ServeJob:
+        """The job with the best settings.
+
+        Raises:
+            ConfigError: they are not those of a job: another engine was tuned.
+        """
+        return job_of(self.job, self.result.best.config)
+
+    def page(self) -> str:
+        """All trials as an HTML page."""
+        title = f"{self.job.model} with {self.engine}: {self.goal}"
+        return page(self.result, title=title, unit=UNITS[self.goal])
+
+    def as_json(self) -> dict[str, Any]:
+        """What was found, for other programs."""
+        return {"goal": self.goal, "engine": self.engine, **summary(self.result)}
+
+    def tables(self) -> Iterable[Table | str]:
+        """Peaks, turns, trials, and the best settings in a sentence."""
+        study, unit = self.result, UNITS[self.goal]
+        best = study.best
+        for one in landscape_tables(study, unit):
+            if one.rows:
+                yield table_of(one.title, one.columns, one.rows[:8])
+        failed = len(study.trials) - len(study.feasible)
+        spelt = ", ".join(f"{name}={value}" for name, value in best.config.items())
+        yield (
+            f"{len(study.trials)} of {study.space.size} configurations tried, {failed} failed; "
+            f"the best reaches {best.value:.4g} {unit}: {spelt}"
+        )

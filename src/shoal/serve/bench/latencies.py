@@ -9,6 +9,7 @@ from shoal.core.errors import ServeError, require
 from shoal.core.svg import Chart, Series, stacked
 from shoal.cost.serving.fleet import attainment
 from shoal.cost.serving.simulator import ServedRequest, quantities, summary
+from shoal.ir import kind_named
 
 _NAMES = {
     "ttft": "TTFT (time to first token)",
@@ -58,6 +59,15 @@ def measured_of(
         result["slo_share"] = attainment(served, ttft=targets[0], tpot=targets[1])
         result["goodput_per_s"] = result["slo_share"] * len(served) / result["total_s"]
     return result
+
+
+def quantity_rows(measured: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Names and values of a table, of what is there."""
+    return [
+        (quantity.label, quantity.text(measured[quantity.name]))
+        for quantity in kind_named("serve").quantities
+        if quantity.name in measured
+    ]
 
 
 def draw(samples: Mapping[str, Sequence[float]], title: str) -> str:

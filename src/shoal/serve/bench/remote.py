@@ -12,14 +12,19 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from shoal.core.config import Value
 from shoal.core.errors import ServeError, require
-from shoal.cost.serving.simulator import ServedRequest
-from shoal.ir import Arrival
+from shoal.core.parts import Choice, table
+from shoal.core.tables import ShownAsTables, Table, table_of
+from shoal.cost.serving.simulator import ServedRequest, summary
+from shoal.ir import Arrival, ServeJob
+from shoal.serve.bench.latencies import measured_of, quantity_rows, samples_of
 from shoal.serve.cluster.resume import DONE
 from shoal.serve.cluster.upstream import ServerLostError, Tcp, UpstreamResponse, ask
 
@@ -28,6 +33,8 @@ _EVENT_BYTES = 2**20
 _PAGE_BYTES = 2**16
 _SHOWN = 200
 _ASK_S = 30.0
+# Most tokens of a request, where the server does not say.
+_MAX_POSITION = 4096
 
 # Short words that most vocabularies have as one token each.
 _TEXT = """
@@ -156,6 +163,36 @@ class ReplayedRequest:
         return [later - one for one, later in zip(self.times, self.times[1:], strict=False)]
 
 
+class RemoteReport(Value, ShownAsTables):
+    """A workload as a server elsewhere served it.
+
+    Args:
+        url: of the server.
+        model: what it calls the model.
+        workload: what was sent.
+        requests: how many.
+        measured: quantities by name.
+        failures: how many failed, by what went wrong.
+        reasons: the first of each in words.
+        samples: latencies of all requests that finished, s.
+    """
+
+    url: str
+    model: str
+    workload: Choice
+    requests: int
+    measured: dict[str, float]
+    failures: dict[str, int]
+    reasons: dict[str, str]
+    samples: dict[str, list[float]]
+
+    def tables(self) -> Iterable[Table | str]:
+        """Quantities, and what failed."""
+        yield table_of("", ("", "measured"), quantity_rows(self.measured), " r")
+        for name, count in self.failures.items():
+            yield f"{count} {name}, the first: {self.reasons[name]}"
+
+
 class _WrongError(Exception):
     """A server did something wrong."""
 
@@ -231,6 +268,69 @@ def replay_remote(
         What became of each, in the same order.
     """
     return asyncio.run(_replay(remote, arrivals, progress))
+
+
+def measure_remote(
+    remote: RemoteServer,
+    job: ServeJob,
+    *,
+    requests: int | None = None,
+    vocab: int = 1000,
+    targets: tuple[float, float] | None = None,
+    progress: Callable[[float, float, str], None] | None = None,
+    on_start: Callable[[str], None] | None = None,
+) -> RemoteReport:
+    """Send a job's workload to a server in real time, and measure what clients waited for.
+
+    Args:
+        remote: where to.
+        job: its workload, ``max_position`` and seed are used.
+        requests: so many of the workload; None for all.
+        vocab: token ids are below it.
+        targets: most s to the first token and per further token, for goodput.
+        progress: called with (done, total, text).
+        on_start: called with what is sent, in words.
+
+    Raises:
+        ServeError: no such server or model, or no request was answered.
+    """
+    known = served_model(remote)
+    remote = replace(remote, model=known.name)
+    longest = job.max_position or known.max_position or _MAX_POSITION
+    arrivals = (
+        table("workload")
+        .build(job.workload, where="workload")
+        .arrivals(count=requests, vocab_size=vocab, max_position=longest, seed=job.seed)
+    )
+    if on_start is not None:
+        on_start(
+            f"{len(arrivals)} requests of {job.workload.name} to {known.name} at {remote.url}, "
+            f"each of at most {longest:,} tokens"
+        )
+    result = replay_remote(remote, arrivals, progress=progress)
+    served = [one.served for one in result]
+    gaps = [gap for one in result for gap in one.gaps]
+    failures = Counter(one.failure for one in result if one.failure is not None)
+    reasons = {one.failure: one.reason for one in reversed(result) if one.failure is not None}
+    if len(result) == failures.total():
+        name, reason = next(iter(reasons.items()), ("empty", "the workload has no requests"))
+        raise ServeError(
+            f"{remote.url}: none of {len(result)} requests was answered; the first {name}: {reason}"
+        )
+    lags = [max(0.0, one.sent - one.served.arrival) for one in result]
+    return RemoteReport(
+        url=remote.url,
+        model=known.name,
+        workload=job.workload,
+        requests=len(result),
+        measured={
+            **measured_of(served, gaps, targets=targets),
+            "lag_p99_s": summary("lag", lags)["lag_p99_s"],
+        },
+        failures=dict(failures),
+        reasons=reasons,
+        samples=samples_of(served, gaps),
+    )
 
 
 async def _replay(

@@ -19,8 +19,8 @@ from shoal.kernel.threads import torch_threads
 Progress = Callable[[str, float, float], None]
 
 
-def chosen(text: str, kind: str) -> tuple[str, ...]:
-    """Names of ``all`` or of a list with commas; none of ``none``.
+def chosen(text: str | Sequence[str], kind: str) -> tuple[str, ...]:
+    """Names of ``all`` or of a list, with commas if it is a text; none of ``none``.
 
     Args:
         text: what a user wrote.
@@ -29,6 +29,8 @@ def chosen(text: str, kind: str) -> tuple[str, ...]:
     Raises:
         UnknownPartError: a name that does not exist; lists those that do.
     """
+    if not isinstance(text, str):
+        text = ",".join(text)
     known: Sequence[str] = list(MASKS) if kind == "mask" else list(table(kind))
     if text.strip() == "all":
         return tuple(known)

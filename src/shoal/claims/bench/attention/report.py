@@ -8,6 +8,7 @@ from markupsafe import Markup
 
 from shoal.claims.bench.attention.values import AttentionReport, ContextRow, KernelRow
 from shoal.core.svg import Chart, Series
+from shoal.core.tables import Table, table_of
 from shoal.core.web import WebSite
 
 
@@ -30,6 +31,55 @@ def best_methods(report: AttentionReport) -> list[tuple[ContextRow, int]]:
         if row.status == "ok":
             groups.setdefault((row.length, row.ranks, row.mask), []).append(row)
     return [(min(rows, key=lambda row: row.step_s or 0.0), len(rows)) for rows in groups.values()]
+
+
+def tables(report: AttentionReport) -> Iterable[Table | str]:
+    """What is wrong, and the fastest of each case."""
+    broken = [
+        (row.kernel, row.mask, row.length, "", row.status, row.reason)
+        for row in report.kernels
+        if row.status in ("wrong", "failed")
+    ] + [
+        (row.method, row.mask, row.length, str(row.ranks), row.status, row.reason)
+        for row in report.context
+        if row.status in ("wrong", "failed")
+    ]
+    if broken:
+        yield table_of("", ("what", "mask", "tokens", "ranks", "", "why"), broken, "  rr")
+    if report.kernels:
+        yield table_of(
+            "fastest kernel",
+            ("tokens", "mask", "kernel", "TFLOP/s", "of"),
+            [
+                (
+                    row.length,
+                    row.mask,
+                    row.kernel,
+                    "" if row.forward is None else f"{row.forward.tflops:.3g}",
+                    count,
+                )
+                for row, count in best_kernels(report)
+            ],
+            "r  rr",
+        )
+    if report.context:
+        yield table_of(
+            "fastest context-parallel method, in simulated link time",
+            ("tokens", "ranks", "mask", "method", "step", "exposed", "of"),
+            [
+                (
+                    row.length,
+                    row.ranks,
+                    row.mask,
+                    row.method,
+                    f"{1e6 * (row.step_s or 0.0):,.4g} µs",
+                    f"{1e6 * (row.exposed_s or 0.0):,.4g} µs",
+                    count,
+                )
+                for row, count in best_methods(report)
+            ],
+            "rr  rrr",
+        )
 
 
 def to_html(report: AttentionReport, *, title: str = "Attention, compared") -> str:

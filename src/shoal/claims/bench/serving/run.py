@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from shoal.claims.bench.serving.values import (
 from shoal.core.errors import ConfigError, ServeError, require
 from shoal.core.random import generator
 from shoal.core.scratch import scratch_directory
+from shoal.core.tables import Table, table_of
 from shoal.model.config import ModelConfig
 
 SHAPE = ModelConfig(
@@ -231,6 +232,14 @@ def _batch(
     begun, _ = engine.generate(others, [1] * len(new))
     taken, tokens = engine.generate(prompts, [n + 1 for n in new])
     return taken - begun, tokens
+
+
+def tables(table: ServingTable) -> Iterable[Table | str]:
+    """The table, versions of the engines, and why others are missing."""
+    yield table_of(f"{table.model}; {table.threads} threads each", COLUMNS, rows(table))
+    yield ", ".join(f"{name} {version}" for name, version in table.versions.items())
+    for name, why in table.missing.items():
+        yield f"{name}: left out: {why}"
 
 
 def rows(table: ServingTable) -> list[tuple[str, ...]]:

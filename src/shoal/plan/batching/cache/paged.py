@@ -20,6 +20,7 @@ from typing import ClassVar, Self
 
 from shoal.core.parts import part
 from shoal.ir import Copy, InFlight, Machine, Request, ServeWork
+from shoal.plan.batching.cache.counted import CountedBlocks
 from shoal.plan.batching.common import BlockSize, DigestChain, whole_blocks
 
 
@@ -48,6 +49,18 @@ class Paged:
             ConfigError: not even one block.
         """
         return PagedBlocks(
+            whole_blocks(num_tokens, self.block_size),
+            self.block_size,
+            prefix_reuse=self.prefix_reuse,
+        )
+
+    def build_counted(self, num_tokens: int) -> CountedBlocks:
+        """See :class:`~shoal.ir.engine.CountedKVPart`.
+
+        Raises:
+            ConfigError: not even one block.
+        """
+        return CountedBlocks(
             whole_blocks(num_tokens, self.block_size),
             self.block_size,
             prefix_reuse=self.prefix_reuse,

@@ -27,7 +27,7 @@ from shoal.ir.serving import Fetched
 class Recompute:
     """Recompute a preempted request; nothing is copied, and no host memory is used."""
 
-    traits: ClassVar[frozenset[str]] = frozenset({"recomputes_cache"})
+    traits: ClassVar[frozenset[str]] = frozenset({"reads_no_clock", "recomputes_cache"})
 
     @classmethod
     def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:

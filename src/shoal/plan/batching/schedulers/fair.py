@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from annotated_types import Ge, Lt
 
@@ -56,6 +56,7 @@ class Fair:
         seed: seed of the random priorities.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"reads_no_clock"})
     policy: Policy = "vtc"
     frequency: float = 0.02
     chunked: bool = True

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from annotated_types import Ge, Lt
 
@@ -61,6 +61,7 @@ class Fcfs:
             running requests.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"reads_no_clock"})
     chunked: bool = True
     watermark: Annotated[float, Ge(0), Lt(1)] = 0.01
 
@@ -110,15 +111,16 @@ class FcfsScheduler(Queues):
         return len(self.waiting) + sum(map(len, self._forks.values()))
 
     def add(self, request: Request) -> None:
-        require(
-            self.chunked or len(request.tokens) <= self.limits.max_step_tokens,
-            f"request {request.id}: prompt tokens",
-            len(request.tokens),
-            expected=f"at most max_step_tokens = {self.limits.max_step_tokens}, since prompts "
-            "are not cut",
-            hint="shorten the prompt, raise max_step_tokens, or set scheduler.chunked = true",
-            error=ServeError,
-        )
+        if not self.chunked:
+            require(
+                len(request.tokens) <= self.limits.max_step_tokens,
+                f"request {request.id}: prompt tokens",
+                len(request.tokens),
+                expected=f"at most max_step_tokens = {self.limits.max_step_tokens}, since prompts "
+                "are not cut",
+                hint="shorten the prompt, raise max_step_tokens, or set scheduler.chunked = true",
+                error=ServeError,
+            )
         super().add(request)
         parent = self._parent(request)
         if parent is not None and not parent.n_generated:

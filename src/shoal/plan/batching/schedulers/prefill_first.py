@@ -40,7 +40,7 @@ class PrefillFirst:
         watermark: share of the cache that stays free when a request is admitted.
     """
 
-    traits: ClassVar[frozenset[str]] = frozenset({"prompts_apart"})
+    traits: ClassVar[frozenset[str]] = frozenset({"prompts_apart", "reads_no_clock"})
     batch_tokens: Annotated[int, Ge(1), Le(2**24)] | None = None
     watermark: Annotated[float, Ge(0), Lt(1)] = 0.01
 

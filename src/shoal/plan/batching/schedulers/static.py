@@ -25,7 +25,7 @@ class Static:
     request is preempted.
     """
 
-    traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches"})
+    traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches", "reads_no_clock"})
 
     def build(
         self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None

@@ -31,7 +31,7 @@ class TemporalFusion:
             decodes uses the full token budget.
     """
 
-    traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches"})
+    traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches", "reads_no_clock"})
     lane_tokens: int = 128
 
     def __post_init__(self) -> None:
