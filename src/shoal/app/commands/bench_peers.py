@@ -32,7 +32,7 @@ def run(
 
     from shoal.api.loading import model_directory
     from shoal.app.show import WorkBar, table, wait_until_quiet
-    from shoal.claims.bench.serving.run import COLUMNS, bench, random_directory, rows
+    from shoal.claims.bench.serving.run import COLUMNS, bench, notes, random_directory, rows
     from shoal.core.errors import require
     from shoal.core.files import write_json
     from shoal.core.measure import num_cores
@@ -54,7 +54,7 @@ def run(
     title = f"{result.model}; {result.threads} threads each"
     table(title, COLUMNS, rows(result))
     typer.echo(", ".join(f"{name} {version}" for name, version in result.versions.items()))
-    for name, why in result.missing.items():
-        typer.echo(f"{name}: left out: {why}")
+    for note in notes(result):
+        typer.echo(note)
     if out is not None:
         write_json(out, result.model_dump(mode="json"))
