@@ -257,8 +257,7 @@ def tables(table: ServingTable) -> Iterable[Table | str]:
     """The table, versions of the engines, and why others are missing."""
     yield table_of(f"{table.model}; {table.threads} threads each", COLUMNS, rows(table))
     yield ", ".join(f"{name} {version}" for name, version in table.versions.items())
-    for name, why in table.missing.items():
-        yield f"{name}: left out: {why}"
+    yield from notes(table)
 
 
 def rows(table: ServingTable) -> list[tuple[str, ...]]:
