@@ -137,7 +137,7 @@ def test_benchmarks_become_a_table(tmp_path: Path) -> None:
     text = (root / "docs" / "results.md").read_text()
     assert text.startswith("# Title") and text.endswith("End.\n")
     vectors, tiles = (
-        text.index(f"## Benchmarks on A CPU, 2 cores, 8 GiB, {kind}\n")
+        text.index(f"## Benchmarks on A CPU, 2 cores, 8.59 GB, {kind}\n")
         for kind in ("AVX2", "matrix tiles (AMX)")
     )
     assert "| speed \\| peer | 1.234 x | >= 1 x | yes | 2026-01-02 | interleaved |" in text
@@ -160,7 +160,7 @@ def test_headlines_become_the_rows_of_the_readme(tmp_path: Path) -> None:
     (root / "results" / "benchmarks.json").write_text(json.dumps({"rows": rows}))
     assert script("results").main([], root) == 0
     text = (root / "README.md").read_text()
-    on = "2026-01-02, A CPU, 2 cores, 8 GiB"
+    on = "2026-01-02, A CPU, 2 cores, 8.59 GB"
     titles = list(script("results").HEADLINES.values())
     assert f"| {titles[0]} | 9.2 % | {on} |" in text
     assert f"| {titles[1]} | 0.99x | {on} |" in text
