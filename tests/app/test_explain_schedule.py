@@ -19,7 +19,8 @@ from shoal.plan.schedules.torch_csv import from_torch_csv
 
 
 def shoal(*words: object) -> Result:
-    return CliRunner().invoke(app, ["schedule", *map(str, words)])
+    # A pipe is given more room than a terminal, and says nothing of its width.
+    return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["schedule", *map(str, words)])
 
 
 def refused(*words: object) -> str:

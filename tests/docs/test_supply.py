@@ -20,7 +20,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Modules that no extra brings: other engines, run in environments of their own, and what is beside
 # a file that runs there.
-PEERS = {"aiconfigurator", "gguf", "llama_cpp", "loop", "vllm"}
+PEERS = {
+    *("aiconfigurator", "gguf", "llama_cpp", "loop", "nncf", "onnxruntime_genai", "openvino"),
+    *("openvino_genai", "optimum", "vllm"),
+}
 # Packages whose modules have another name, also where they are not installed.
 MODULES = {"nvidia-ml-py": {"pynvml"}, "opentelemetry-api": {"opentelemetry"}}
 

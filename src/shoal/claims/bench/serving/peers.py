@@ -23,13 +23,11 @@ def known(environments: Path | None) -> tuple[dict[str, ServingPeer], dict[str, 
     """Engines that can be started here, and why the others cannot.
 
     Args:
-        environments: a directory with one virtual environment an engine, named ``llama.cpp``
-            and ``vllm``, as ``scripts/peers`` makes it.
+        environments: a directory with one virtual environment an engine, named as in
+            :data:`_ENVIRONMENTS`, as ``scripts/peers`` makes it.
     """
     peers = {
-        "shoal": ServingPeer(
-            name="shoal", driver="of_shoal", python=sys.executable, forms=_ALL, needed=True
-        )
+        "shoal": ServingPeer(name="shoal", driver="of_shoal", python=sys.executable, needed=True)
     }
     missing = {}
     try:
@@ -41,20 +39,32 @@ def known(environments: Path | None) -> tuple[dict[str, ServingPeer], dict[str, 
             ("transformers", "of_transformers"),
             ("transformers, continuous", "of_transformers_continuous"),
         ):
-            peers[name] = ServingPeer(name=name, driver=driver, python=sys.executable)
-    for name, driver, forms in (
-        ("llama.cpp", "of_llama_cpp", _ALL),
-        ("vllm", "of_vllm", _ALL[:1]),
-    ):
-        python = environments / name / "bin" / "python" if environments else None
+            peers[name] = ServingPeer(
+                name=name,
+                driver=driver,
+                python=sys.executable,
+                lacks=_lacking("has no quantized weights without another package"),
+            )
+    for name, place, driver, lacks in _ENVIRONMENTS:
+        python = environments / place / "bin" / "python" if environments else None
         if python is None or not python.exists():
             missing[name] = "no environment; make one with scripts/peers and give --environments"
         else:
-            peers[name] = ServingPeer(name=name, driver=driver, python=str(python), forms=forms)
+            peers[name] = ServingPeer(name=name, driver=driver, python=str(python), lacks=lacks)
     return peers, missing
 
 
-_ALL: tuple[Form, ...] = ("bf16", "int8", "int4")
+def _lacking(why: str) -> dict[Form, str]:
+    return {"int8": why, "int4": why}
+
+
+# Engine, its directory, its driver, and what it is not asked for.
+_ENVIRONMENTS: tuple[tuple[str, str, str, dict[Form, str]], ...] = (
+    ("llama.cpp", "llama.cpp", "of_llama_cpp", {}),
+    ("vllm", "vllm", "of_vllm", _lacking("reads quantized directories, and quantizes none here")),
+    ("openvino-genai", "openvino", "of_openvino", {}),
+    ("onnxruntime-genai", "onnx", "of_onnxruntime", {}),
+)
 
 
 class PeerEngine(PeerProcess):
@@ -76,7 +86,10 @@ class PeerEngine(PeerProcess):
             {"TOKENIZERS_PARALLELISM": "false"},
         )
         try:
-            self.version = str(self.ask(options, _LOAD_S)["ready"]["version"])
+            ready = self.ask(options, _LOAD_S)["ready"]
+            self.version, self.settings, self.weights = (
+                str(ready[name]) for name in ("version", "settings", "weights")
+            )
         except BaseException:
             self.close()
             raise

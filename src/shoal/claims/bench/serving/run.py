@@ -53,6 +53,7 @@ COLUMNS = (
 
 _KV_TOKENS, _MAX_RUNNING, _MAX_POSITION = 16_384, 64, 2048
 _SAME = 4
+_REFERENCE = "transformers"
 
 
 def random_directory(place: Path, config: ModelConfig = SHAPE, seed: int = 0) -> Path:
@@ -120,6 +121,7 @@ def bench(
     config = _vocabulary(model)
     entries: list[EngineResult] = []
     versions: dict[str, str] = {}
+    settings: dict[str, str] = {}
     work = [(case, form) for case in cases for form in case.forms]
     done = 0
     with scratch_directory("peers") as scratch:
@@ -127,7 +129,8 @@ def bench(
             engines: list[PeerEngine] = []
             with resting(engines):
                 for peer in wanted:
-                    if form not in peer.forms:
+                    if form in peer.lacks:
+                        missing[f"{peer.name}, {form}"] = peer.lacks[form]
                         continue
                     options: dict[str, Any] = {
                         "model": str(model),
@@ -145,9 +148,10 @@ def bench(
                     except ServeError as cause:
                         if peer.needed:
                             raise
-                        missing[peer.name] = str(cause)
+                        missing[f"{peer.name}, {form}"] = str(cause)
                         continue
                     versions[peer.name] = engines[-1].version
+                    settings[f"{peer.name}, {form}"] = engines[-1].settings
                 for case in (case for case, needed in work if needed == form):
                     if progress is not None:
                         progress(f"{case.name}, {form}", done, len(work))
@@ -161,6 +165,7 @@ def bench(
         model=f"{config.name}: {config.shape().num_layers} layers, width {config.hidden}",
         threads=threads,
         versions=versions,
+        settings=settings,
         missing=missing,
         entries=tuple(entries),
         machine=dict(fingerprint()),
@@ -181,7 +186,7 @@ def _case(
     """All engines in one case, and those that failed. Every batch has new prompts."""
     prompts_of, new = lengths(case, seed)
     seconds: dict[str, list[float]] = {engine.peer.name: [] for engine in engines}
-    first: dict[str, list[tuple[int, ...]]] = {engine.peer.name: [] for engine in engines}
+    answers: dict[str, list[list[int]]] = {engine.peer.name: [] for engine in engines}
     failed: dict[str, str] = {}
     for turn in range(rounds + 1):
         random = generator(seed, purpose=f"peers {case.name} {form}", index=turn)
@@ -201,21 +206,35 @@ def _case(
                 continue
             if turn:
                 seconds[name].append(taken)
-                first[name] += [tuple(row[:_SAME]) for row in tokens]
-    reference = first["shoal"]
+                answers[name] += tokens
+    reference = None if _REFERENCE in failed else answers.get(_REFERENCE)
     counted = sum(new) if case.what == "decode" or case.new > 1 else sum(prompts_of)
     return [
         EngineResult(
             case=case.name,
             form=form,
             engine=name,
-            seconds=tuple(taken),
+            seconds=tuple(seconds[name]),
             tokens=counted,
-            agreement=float(np.mean([a == b for a, b in zip(first[name], reference, strict=True)])),
+            agreement=_same_first(answers[name], answers["shoal"]),
+            equal=None if reference is None else _equal(answers[name], reference),
+            weights=engine.weights,
         )
-        for name, taken in seconds.items()
-        if name not in failed
+        for engine in engines
+        if (name := engine.peer.name) not in failed
     ], failed
+
+
+def _same_first(answers: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
+    """Share of answers whose first tokens are the same."""
+    pairs = zip(answers, others, strict=True)
+    return float(np.mean([row[:_SAME] == other[:_SAME] for row, other in pairs]))
+
+
+def _equal(answers: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
+    """Share of tokens that are the same at the same place."""
+    pairs = zip(answers, others, strict=True)
+    return float(np.mean([a == b for row, other in pairs for a, b in zip(row, other, strict=True)]))
 
 
 def _batch(
@@ -238,8 +257,7 @@ def tables(table: ServingTable) -> Iterable[Table | str]:
     """The table, versions of the engines, and why others are missing."""
     yield table_of(f"{table.model}; {table.threads} threads each", COLUMNS, rows(table))
     yield ", ".join(f"{name} {version}" for name, version in table.versions.items())
-    for name, why in table.missing.items():
-        yield f"{name}: left out: {why}"
+    yield from notes(table)
 
 
 def rows(table: ServingTable) -> list[tuple[str, ...]]:
@@ -254,5 +272,20 @@ def rows(table: ServingTable) -> list[tuple[str, ...]]:
             if wanted is not None:
                 cells[2] = f">= {wanted:g}x: {'yes' if ratio.value >= wanted else 'NO'}"
             cells[3] = f"{100 * entry.agreement:.0f} %"
-        rows.append((*key, f"{entry.rate.value:,.0f}", *cells))
+        weights = f"{entry.form} as {entry.weights}" if entry.weights else entry.form
+        rows.append((entry.case, weights, entry.engine, f"{entry.rate.value:,.0f}", *cells))
     return rows
+
+
+def notes(table: ServingTable) -> list[str]:
+    """What belongs under the rows: equal tokens, settings, and what is left out and why."""
+    shares: dict[str, list[float]] = {}
+    for entry in table.entries:
+        if entry.equal is not None and entry.engine != _REFERENCE:
+            shares.setdefault(entry.engine, []).append(entry.equal)
+    said = ", ".join(f"{name} {100 * np.mean(each):.0f} %" for name, each in shares.items())
+    return [
+        *([f"tokens equal to those of {_REFERENCE}, mean of the cases: {said}"] if said else []),
+        *(f"{name}: {settings}" for name, settings in table.settings.items()),
+        *(f"{name}: left out: {why}" for name, why in table.missing.items()),
+    ]

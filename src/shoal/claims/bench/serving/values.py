@@ -62,6 +62,12 @@ GOALS: dict[tuple[str, str, str], float] = {
     ("mixed lengths, 24 requests", "bf16", "vllm"): 1.1,
     ("mixed lengths, 24 requests", "bf16", "transformers"): 1.5,
     ("mixed lengths, 24 requests", "bf16", "transformers, continuous"): 2.0,
+    **{
+        (case.name, form, engine): 1.0
+        for engine in ("openvino-genai", "onnxruntime-genai")
+        for case in CASES
+        for form in case.forms
+    },
 }
 """(case, weights, engine) -> how many times as fast Shoal should be."""
 
@@ -73,14 +79,14 @@ class ServingPeer(Value):
         name: as its makers call it.
         driver: module of ``drivers``.
         python: interpreter of its environment.
-        forms: precisions that it can be asked for here.
+        lacks: precision -> why it is not asked for it.
         needed: the others are compared with it, so that its failure ends the comparison.
     """
 
     name: str
     driver: str
     python: str
-    forms: tuple[Form, ...] = ("bf16",)
+    lacks: dict[Form, str] = {}
     needed: bool = False
 
 
@@ -94,6 +100,8 @@ class EngineResult(Value):
         seconds: one a round.
         tokens: that count in this case, of one round.
         agreement: share of answers whose first four tokens are those of Shoal.
+        equal: share of tokens that are those of transformers; none where it did not run.
+        weights: what they are in this engine, if not what the form says.
     """
 
     case: str
@@ -102,6 +110,8 @@ class EngineResult(Value):
     seconds: tuple[float, ...]
     tokens: int
     agreement: float
+    equal: float | None = None
+    weights: str = ""
 
     @property
     def rate(self) -> Spread:
@@ -116,7 +126,8 @@ class ServingTable(Value):
         model: what was served, in words.
         threads: of every engine.
         versions: engine -> version.
-        missing: engine -> why it has no rows.
+        settings: "engine, form" -> what it was given, in words.
+        missing: engine, or "engine, form" -> why it has no rows.
         entries: rows.
         machine: fingerprint.
         date: of the day, UTC.
@@ -126,6 +137,7 @@ class ServingTable(Value):
     model: str
     threads: int
     versions: dict[str, str]
+    settings: dict[str, str] = {}
     missing: dict[str, str] = {}
     entries: tuple[EngineResult, ...]
     machine: dict[str, JsonValue] = {}

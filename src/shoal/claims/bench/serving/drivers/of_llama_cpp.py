@@ -12,7 +12,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-from loop import Generate, main
+from loop import Loaded, main
 
 _FILE_TYPES = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
 _NAMES = {
@@ -107,7 +107,7 @@ def _file(options: dict[str, Any]) -> Path:
     return target
 
 
-def load(options: dict[str, Any]) -> tuple[Generate, str]:
+def load(options: dict[str, Any]) -> Loaded:
     """See :mod:`loop`."""
     file = _file(options)
     llama_cpp.llama_backend_init()
@@ -177,7 +177,7 @@ def load(options: dict[str, Any]) -> tuple[Generate, str]:
                     llama_cpp.llama_memory_seq_rm(memory, sequence, -1, -1)
         return answers
 
-    return generate, llama_cpp.__version__
+    return Loaded(generate, llama_cpp.__version__, f"cache of f16, at most {_CHUNK} tokens a step")
 
 
 if __name__ == "__main__":

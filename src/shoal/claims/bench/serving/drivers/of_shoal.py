@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loop import Generate, main
+from loop import Loaded, main
 
 from shoal.core.config import parse
 from shoal.core.version import __version__
@@ -15,7 +15,7 @@ from shoal.serve.ranks.spinning import spin_briefly
 _WEIGHTS = {"bf16": "plain", "int8": "int8-channel", "int4": "int4-g128"}
 
 
-def load(options: dict[str, Any]) -> tuple[Generate, str]:
+def load(options: dict[str, Any]) -> Loaded:
     """See :mod:`loop`."""
     spin_briefly()
     job = {
@@ -42,7 +42,7 @@ def load(options: dict[str, Any]) -> tuple[Generate, str]:
             engine.step()
         return [request.tokens[request.n_prompt :] for request in requests]
 
-    return generate, __version__
+    return Loaded(generate, __version__, f"weights: {_WEIGHTS[options['form']]}, cache of bf16")
 
 
 if __name__ == "__main__":

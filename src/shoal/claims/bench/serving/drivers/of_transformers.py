@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import transformers
-from loop import Generate, main
+from loop import Loaded, main
 
 # Larger batches take longer here on lengths that differ: padding grows faster than reuse.
 _BATCH = 32
 
 
-def load(options: dict[str, Any]) -> tuple[Generate, str]:
+def load(options: dict[str, Any]) -> Loaded:
     """See :mod:`loop`."""
     torch.set_num_threads(options["threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -45,7 +45,11 @@ def load(options: dict[str, Any]) -> tuple[Generate, str]:
             results += batch(prompts[first : first + _BATCH], new[first : first + _BATCH])
         return results
 
-    return generate, transformers.__version__
+    return Loaded(
+        generate,
+        transformers.__version__,
+        f"sdpa, static batches of at most {_BATCH}, padded on the left",
+    )
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import transformers
-from loop import Generate, main
+from loop import Loaded, main
 
 # Tokens of a page of the cache.
 _PAGE = 32
 
 
-def load(options: dict[str, Any]) -> tuple[Generate, str]:
+def load(options: dict[str, Any]) -> Loaded:
     """See :mod:`loop`."""
     from transformers.generation import ContinuousBatchingConfig
 
@@ -48,7 +48,7 @@ def load(options: dict[str, Any]) -> tuple[Generate, str]:
                 outcome[result.request_id] = list(result.generated_tokens)
         return [outcome[name] for name in names]
 
-    return generate, transformers.__version__
+    return Loaded(generate, transformers.__version__, f"paged sdpa, pages of {_PAGE} tokens")
 
 
 if __name__ == "__main__":

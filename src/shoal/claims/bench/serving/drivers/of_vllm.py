@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from loop import Generate, main
+from loop import Loaded, main
 
 
-def load(options: dict[str, Any]) -> tuple[Generate, str]:
+def load(options: dict[str, Any]) -> Loaded:
     """See :mod:`loop`."""
     threads = options["threads"]
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -36,7 +36,11 @@ def load(options: dict[str, Any]) -> tuple[Generate, str]:
         answers = model.generate(requests, params, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
-    return generate, str(vllm.__version__)
+    return Loaded(
+        generate,
+        str(vllm.__version__),
+        f"bfloat16, {os.environ['VLLM_CPU_KVCACHE_SPACE']} GiB of cache",
+    )
 
 
 if __name__ == "__main__":
