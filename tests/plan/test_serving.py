@@ -36,7 +36,13 @@ from shoal.plan.serving.choices import splits
 from shoal.plan.serving.inputs import arrivals_of, precision_of
 from shoal.plan.serving.memory import token_bytes
 from shoal.plan.serving.plans import competing, plan_serve
-from shoal.plan.serving.simulation import build_scheduler, simulate_plan
+from shoal.plan.serving.simulation import (
+    _AtPace,
+    at_pace,
+    build_scheduler,
+    simulate_plan,
+    step_cost_of,
+)
 from shoal.plan.serving.table import choices, numbers, rank, rates, tables
 
 LAPTOP = load("laptop")
@@ -513,3 +519,30 @@ def test_a_model_of_masked_diffusion_is_planned_by_passes() -> None:
         plan_serve(job("shoal-mdlm-3m"), LAPTOP)
     with pytest.raises(PlanError, match="expected autoregressive for shoal-4m"):
         plan_serve(job(decode="diffusion"), LAPTOP)
+
+
+CHOICES = [
+    *({"kv": name} for name in table("kv")),
+    *({"scheduler": name} for name in table("scheduler")),
+    *({"preempt": name, "host_tokens": 2048} for name in ("swap", "auto")),
+    {"speculative": "ngram"},
+    {"replicas": 2, "threads": 1},
+    {"model": "shoal-mdlm-3m", "decode": "diffusion"},
+]
+
+
+@pytest.mark.parametrize("rate", [None, 5.0])
+@pytest.mark.parametrize("fields", CHOICES, ids=str)
+def test_every_kind_of_simulation_has_the_ends_of_a_simulation(
+    fields: dict[str, Any], rate: float | None
+) -> None:
+    """However its quantities at another pace are found, they are those of simulating it."""
+    workload = {"name": "chat", "requests": 24, "rate": rate, "scale": 8}
+    request = job(**{"workload": workload, "kv_tokens": 2048, **fields})
+    plan = plan_serve(request, LAPTOP)
+    cost = step_cost_of(plan.job, LAPTOP)
+    arrivals = arrivals_of(plan.job, plan.shape)
+    seen = simulate_plan(plan.job, LAPTOP, cost, arrivals)
+    slower = simulate_plan(plan.job, LAPTOP, _AtPace(cost, 1.4), arrivals)
+    found = at_pace(plan.job, LAPTOP, cost, arrivals, seen, 1.4)
+    assert found == slower.quantities()

@@ -170,8 +170,13 @@ def at_pace(
     Where all requests are there from the beginning and no part looks at the clock, the steps are
     those of ``seen``, which it saw of the same arguments; elsewhere it is simulated again.
     """
+    one_engine = (
+        job.replicas == 1
+        and "lends_blocks" not in traits("kv", job.kv)
+        and "whole_blocks" not in traits("decode", job.decode)
+    )
     same_steps = (
-        bool(seen.steps)
+        one_engine
         and job.speculative is None
         and all(one.at <= 0.0 for one in arrivals)
         and all(
