@@ -156,7 +156,7 @@ def test_weights_and_cache_of_few_bits_are_counted_as_they_are_kept() -> None:
     heads = shape.num_layers * shape.num_kv_heads
     assert after["cache"] == 8192 * 2 * heads * (shape.head_dim + 4)
     assert small.estimate.step_s.value < plain.estimate.step_s.value
-    with pytest.raises(KernelError, match="weight format 'int4g': '4g' is no width"):
+    with pytest.raises(KernelError, match="weight format 'int4g': '4g' is not a width"):
         plan_serve(job("Qwen3-4B", weights="int4g"), LAPTOP)
 
 
