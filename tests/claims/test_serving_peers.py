@@ -229,6 +229,7 @@ def test_an_engine_in_its_environment_chooses_the_best_tokens(tmp_path, other, f
     new = [12, 3, 20, 7]
     with PeerEngine(other, options(model, tmp_path, form)) as engine:
         assert engine.settings
+        assert engine.weights != form
         seconds, tokens = engine.generate(prompts, new)
         assert seconds > 0
         assert [

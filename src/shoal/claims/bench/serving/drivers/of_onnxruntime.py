@@ -120,7 +120,8 @@ def load(options: dict[str, Any]) -> Loaded:
     settings = f"computes in fp32; {json.dumps(session)}; static batches, padded on the right"
     if precision != "fp32":
         settings += f"; groups of {_GROUP}, accuracy_level 4"
-    return Loaded(generate, onnxruntime_genai.__version__, settings, precision)
+    weights = "" if precision == options["form"] else precision
+    return Loaded(generate, onnxruntime_genai.__version__, settings, weights)
 
 
 if __name__ == "__main__":
