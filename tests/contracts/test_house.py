@@ -20,6 +20,7 @@ WRITES = {
     "checkpoint/formats/deepspeed_dump.py",  # inside a directory that is renamed when it is whole
     "checkpoint/universal/atomic.py",  # the same
     "checkpoint/universal/extract.py",  # the same
+    "claims/bench/serving/drivers/of_onnxruntime.py",  # renamed with its directory when whole
     "claims/experiments/datastates_rank.py",  # a peer's file, in the claim's own directory
     "claims/experiments/universal_checkpoint_ranks.py",  # the kernel's count of a process's peak
     "checkpoint/remote.py",  # an object that is no checkpoint before its index lies beside it

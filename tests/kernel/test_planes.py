@@ -133,7 +133,7 @@ def test_bad_input_is_named() -> None:
         pack(torch.tensor([[1, 9]]), 3)
     with pytest.raises(KernelError, match="1 to 8"):
         split(torch.zeros(1, 1, dtype=torch.uint8), 9)
-    with pytest.raises(KernelError, match="has no 2 bits"):
+    with pytest.raises(KernelError, match="which does not fit in 2 bits"):
         split(torch.full((1, 1), 4, dtype=torch.uint8), 2)
     with pytest.raises(KernelError, match="nearest w = 8 and a = 1"):
         dispatch(MatmulPlanesCall(m=1, n=1, k=1, w=9, a=0))

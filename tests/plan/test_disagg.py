@@ -257,15 +257,13 @@ def test_no_prompt_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A repeated one would be in a cache, of which the workload has said nothing."""
     seen: list[list[Arrival]] = []
 
-    class Recording(Goodput):
-        def __init__(self, serve: Any, requests: Any, devices: int) -> None:
-            seen.append(list(requests))
-            super().__init__(serve, requests, devices)
+    def recording(*args: Any) -> list[Arrival]:
+        seen.append(poisson(*args))
+        return seen[-1]
 
-        def find(self, *args: Any, **kwargs: Any) -> float:
-            return 0.0
-
-    monkeypatch.setattr("shoal.plan.serving.disagg.Goodput", Recording)
+    # Before prompts are blanked for a cache that counts blocks alone.
+    monkeypatch.setattr("shoal.plan.serving.disagg.poisson", recording)
+    monkeypatch.setattr(Goodput, "find", lambda *args, **kwargs: 0.0)
     slo = Slo(ttft=0.15, tpot=0.03)
     with pytest.raises(PlanError, match="no setting"):
         plan_goodput(job(), load("3xH100"), slo, costs=lambda tp, pp: COST, tolerance=2.0)

@@ -186,8 +186,8 @@ def test_what_a_failed_step_leaves_is_cleared_with_the_next_chunks():
 
 HUBS = (loop, ahead, runner, client)
 FIXED = {
-    "adjust", "captured", "counters", "crashes", "failure", "hooks", "isolation", "launch", "link",
-    "loop", "output_queue", "params", "process", "token_choice", "wire",
+    "adjust", "captured", "counters", "crashes", "failure", "frames", "hooks", "isolation",
+    "launch", "link", "loop", "output_queue", "params", "process", "token_choice", "wire",
 }  # fmt: skip
 
 
