@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.config import resolve
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.files import shoal_home
 from shoal.core.hub import fetched
 from shoal.core.tables import ShownAsTables, Table, table_of
@@ -146,7 +146,10 @@ def probe_gemm(
             context, progress=progress
         )
         skipped = dict(context.skipped)
-    predictor = fit(points)
+    try:
+        predictor = fit(points)
+    except ShoalError as cause:
+        raise type(cause)(f"{cause}; what was measured is saved in {path}") from cause
     place = predictor_path() if out is None else path.with_suffix(".safetensors")
     predictor.save(place)
     return GemmSweep(points=points, predictor=predictor, table=path, file=place, skipped=skipped)
