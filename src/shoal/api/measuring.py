@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shoal.api.loading import model_directory
+from shoal.api.probing import silent
 from shoal.core.config import parse, resolve
 from shoal.core.errors import require
 from shoal.core.hub import fetched
@@ -37,10 +38,6 @@ TUNED_ENGINES = {
 _TRAINED = ("medusa", "falcon", "ppd")
 
 
-def _unnoticed(*_: object) -> None:
-    """Nobody is told."""
-
-
 def bench_attention(
     *,
     kernels: str | Sequence[str] = "all",
@@ -49,7 +46,7 @@ def bench_attention(
     lengths: Sequence[int] | None = None,
     context_lengths: Sequence[int] | None = None,
     quick: bool = False,
-    progress: NamedProgress = _unnoticed,
+    progress: NamedProgress = silent,
     **settings: Any,
 ) -> AttentionReport:
     """Compare attention kernels and context-parallel methods under many masks.
@@ -95,8 +92,8 @@ def bench_kernels(
     ops: Sequence[str] = (),
     *,
     quick: bool = False,
-    progress: NamedProgress = _unnoticed,
-    on_ready: Callable[[], None] = _unnoticed,
+    progress: NamedProgress = silent,
+    on_ready: Callable[[], None] = silent,
     **options: Any,
 ) -> list[KernelBenchRow]:
     """Time every kernel beside its peers, and beside the roofline of the probed machine.
@@ -140,8 +137,8 @@ def bench_decode(
     precision: str = "bf16",
     threads: int = 0,
     keep: bool = True,
-    say: Callable[[str], None] = _unnoticed,
-    on_ready: Callable[[], None] = _unnoticed,
+    say: Callable[[str], None] = silent,
+    on_ready: Callable[[], None] = silent,
 ) -> DecodeComparison:
     """Compare ways to decode several tokens a step with plain decoding.
 
@@ -232,7 +229,7 @@ def bench_tune(
     sets: Sequence[str] = (),
     seed: int = 0,
     progress: Callable[[float, float, str], None] | None = None,
-    on_ready: Callable[[], None] = _unnoticed,
+    on_ready: Callable[[], None] = silent,
 ) -> EngineTuning:
     """Tune the settings of a serving engine by really serving a workload with them.
 

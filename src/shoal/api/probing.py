@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from shoal.plan.trees.drafting import RowCosts
 
 
-def silent(done: float, total: float, text: str) -> None:
-    """No progress is shown."""
+def silent(*_: object) -> None:
+    """Nothing is shown."""
 
 
 def probe(

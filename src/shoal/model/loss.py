@@ -19,10 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.kernel.fused.cpp_training import IGNORE as IGNORE
 from shoal.kernel.fused.cpp_training import loss_gradient, runs_here
-
-# Targets with this value count nothing.
-IGNORE = -100
 
 # Logits held at a time, and those of them in fp32 at a time: what fits a cache of a CPU, and what
 # keeps an accelerator busy for the launch of the next operator.

@@ -17,6 +17,9 @@ from shoal.kernel.fused.protocols import OperatorPasses
 from shoal.kernel.native import function
 from shoal.kernel.protocols import Ready
 
+IGNORE = -100
+"""A target with this value counts nothing."""
+
 NEEDS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_bf16"})
 """Flags of a CPU that runs these."""
 
@@ -163,7 +166,7 @@ def loss_gradient(logits_RV: Tensor, targets_R: Tensor, weights_R: Tensor | None
 
     Args:
         logits_RV: in bf16, contiguous.
-        targets_R: int64; of negative ones neither is counted.
+        targets_R: int64; those equal to -100 count nothing.
         weights_R: how much each row counts; 1 if not given.
 
     Raises:
@@ -171,10 +174,10 @@ def loss_gradient(logits_RV: Tensor, targets_R: Tensor, weights_R: Tensor | None
     """
     rows, width = logits_RV.shape
     targets = targets_R.contiguous()
-    if rows and int(targets.max()) >= width:
-        raise KernelError(
-            f"target {int(targets.max())}: expected less than {width}, the vocabulary"
-        )
+    # They are addresses in what follows.
+    wrong = targets[((targets < 0) & (targets != IGNORE)) | (targets >= width)]
+    if len(wrong):
+        raise KernelError(f"target {int(wrong[0])}: expected 0 to {width - 1}, or {IGNORE}")
     weights = None if weights_R is None else _weight(weights_R)
     losses = logits_RV.new_empty(rows, dtype=torch.float32)
     function("fused", "loss_gradient_bf16", "ppppll")(

@@ -69,7 +69,7 @@ class EngineProcess:
 
 
 def begin() -> EngineProcess:
-    """Start an engine's process, which imports what it needs until it is told what to load.
+    """Start an engine's process, which imports modules until it receives its job.
 
     Imports no values itself, so that it can be called before anything else is.
 

@@ -1,6 +1,6 @@
 """Fields of a body that nothing here knows: ignored, as OpenAI and vLLM do, and named in a header.
 
-A misspelled field would otherwise change an answer and nobody would notice.
+A misspelled field would otherwise change an answer without notice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Paged bookkeeping in numbers of blocks, for simulations in which no two requests start alike.
 
-Nobody finds the blocks of another request then. A request may find its own again, after it was
+No request finds blocks of another one then. It may find its own again, after it was
 preempted: a block that it left keeps its tokens until the space is needed, those that were left
 longest ago go first, and of one request the last ones. So it is enough to know how many are left.
 """
