@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -105,8 +105,9 @@ def locked(
         yield
 
 
-def write_atomic(path: Path, data: bytes | str, *, error: type[ShoalError] = ShoalError) -> None:
-    """Write ``data`` to ``path`` so that no reader ever sees a part of it.
+@contextlib.contextmanager
+def open_atomic(path: Path, *, error: type[ShoalError] = ShoalError) -> Iterator[IO[bytes]]:
+    """A file to write to that becomes ``path`` when the block ends well, and is gone otherwise.
 
     A new file has the mode that the umask allows; one that is replaced keeps its own.
 
@@ -114,7 +115,6 @@ def write_atomic(path: Path, data: bytes | str, *, error: type[ShoalError] = Sho
         ShoalError: of class ``error``, when the file system refuses (disk full,
             no permission); the destination is untouched then.
     """
-    raw = data.encode() if isinstance(data, str) else data
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def write_atomic(path: Path, data: bytes | str, *, error: type[ShoalError] = Sho
         with os.fdopen(fd, "wb") as file:
             if path.is_file():
                 os.fchmod(fd, path.stat().st_mode & 0o777)
-            file.write(raw)
+            yield file
             file.flush()
             os.fsync(fd)
         # Who waits for this file may move its directory as soon as the file is there.
@@ -145,6 +145,16 @@ def write_atomic(path: Path, data: bytes | str, *, error: type[ShoalError] = Sho
         if temporary is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
+
+
+def write_atomic(path: Path, data: bytes | str, *, error: type[ShoalError] = ShoalError) -> None:
+    """Write ``data`` to ``path`` so that no reader ever sees a part of it.
+
+    Raises:
+        ShoalError: of class ``error``, as :func:`open_atomic` does.
+    """
+    with open_atomic(path, error=error) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def reserve(path: Path, nbytes: int = 1 << 16) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
-from shoal.core.errors import StoreError
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.data.cluster.job import ClusterJob, ClusterPlan, ClusterReport
@@ -64,13 +64,18 @@ class ClusterKind:
         anyway: bool = False,
     ) -> ClusterReport:
         """Cluster in this process."""
-        from shoal.fields.data.cluster.execute import execute
+        from shoal.fields.data.cluster.execute import execute, method_of
+        from shoal.fields.running import run_here
 
-        return execute(plan, directory, resume=resume, watch=watch, anyway=anyway)
+        work = partial(execute, plan.job, method_of(plan))
+        report = run_here(plan, directory, work, resume=resume, watch=watch, anyway=anyway)
+        return cast(ClusterReport, report)
 
     def report(self, plan: ClusterPlan, directory: Path) -> ClusterReport:
         """None before the end: a loss on the way is no result."""
-        raise StoreError(f"{directory}: a clustering reports when it ends")
+        from shoal.fields.running import report_at_end
+
+        return cast(ClusterReport, report_at_end(plan, directory))
 
     def predictions(self, plan: ClusterPlan) -> Mapping[str, Interval]:
         """Time, memory, and the loss over that of FasterPAM."""
