@@ -90,6 +90,7 @@ REACHED: dict[str, str] = {
     **_choosers(),
     "job": "plan KIND, run KIND",
     "study": "explain",
+    "pool": "launcher of a ServeJob, pool of a job on data",
     "corpus": "TrainJob",
     "lr_schedule": "TrainJob",
     "schedule": "TrainJob",

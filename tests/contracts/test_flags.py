@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from shoal.app.cli import app
+from shoal.ir import kinds
 
 # What was asked here is explained now: a group without commands.
 _MOVED = ("study",)
@@ -24,20 +25,25 @@ SHORT = {
 """Short flag -> the long one that it is on every verb that has it."""
 
 # Kinds of job, whose verbs have the flags of their job.
-_PLANNED = ("plan train", "plan serve", "plan drafter", "plan cluster")
-_RUN = ("run train", "run serve", "run drafter", "run cluster")
+_PLANNED = tuple(f"plan {kind}" for kind in kinds())
+_RUN = tuple(f"run {kind}" for kind in kinds())
+_OF_DATA = tuple(kind for kind, one in kinds().items() if one.subject == "data")
 _TRAINING = ("plan train", "plan drafter", "run train", "run drafter", "train")
 
 WHERE: dict[str, tuple[str, ...]] = {
     "--machine": (*_PLANNED, *_RUN, "train", "bench serve", "probe", "score"),
     "--model": (
-        *(*_PLANNED[:3], *_RUN[:3], "train", "serve", "claims run"),
+        *(f"{verb} {kind}" for verb in ("plan", "run") for kind in ("train", "serve", "drafter")),
+        *("train", "serve", "claims run"),
         *("bench serve", "bench decode", "bench activations", "bench tune"),
     ),
     "--name": (*_PLANNED, *_RUN, "train", "serve", "bench serve"),
     "--lr": (*_TRAINING, "model routers"),
     "--seq-len": _TRAINING,
-    "--data": (*_TRAINING, "plan cluster", "run cluster", "claims run"),
+    "--data": (
+        *(*_TRAINING, "claims run"),
+        *(f"{verb} {kind}" for verb in ("plan", "run") for kind in _OF_DATA),
+    ),
     "--set": (
         *(*_PLANNED, *_RUN, "train", "serve", "bench serve", "bench tune", "demo"),
         "model convert",

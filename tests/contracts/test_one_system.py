@@ -98,12 +98,12 @@ CAUSES = {
 # Kinds whose parts make a difference where requests meet, so that many must come.
 SIMULATED = ("scheduler", "kv", "workload")
 
-# What training jobs choose, such as their text, other jobs may choose too.
+# What several kinds of job choose, such as a text or a pool, counts for one of them or none.
 CHOSEN = {
     (kind, field, job)
     for job in JOBS
     for field, kind in choices_of(job).items()
-    if job is TrainJob or REACHED[kind] != "TrainJob"
+    if job is TrainJob or REACHED[kind] == job.__name__
 }
 FIELD_OF = {kind: field for kind, field, _ in CHOSEN}
 CHOSEN_PARTS = [(kind, name) for kind, name in PARTS if kind in FIELD_OF]

@@ -109,6 +109,7 @@ KINDS: dict[str, str] = {
     "locator": "shoal.train.watch:LOCATORS",
     "memory_code": "shoal.checkpoint.inmemory:MEMORY_CODES",
     "clusterer": "shoal.fields.data.cluster:CLUSTERERS",
+    "curator": "shoal.fields.data.curate:CURATORS",
     "attention_kernel": "shoal.claims.lab.attention_kernels:ATTENTION_KERNELS",
     "claim": "shoal.claims:CLAIMS",
 }

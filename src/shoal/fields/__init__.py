@@ -11,6 +11,7 @@ JOBS = PartTable(
         "serve": "shoal.serve.kind:ServeKind",
         "drafter": "shoal.train.drafters.kind:DrafterKind",
         "cluster": "shoal.fields.data.cluster.kind:ClusterKind",
+        "curate": "shoal.fields.data.curate.kind:CurateKind",
     },
     about=(
         "A kind of job: what is planned, run and scored. Chosen by the first word after "

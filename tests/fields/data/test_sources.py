@@ -20,7 +20,7 @@ from shard_work import counted, dies, full
 
 from shoal.core.errors import DataError, RankError
 from shoal.core.parts import Choice
-from shoal.fields.data.readers import BadRowCount, Piece, line_blocks
+from shoal.fields.data.readers import BadRowCount, FilePiece, line_blocks
 from shoal.fields.data.shards import map_shards
 from shoal.fields.data.sources import open_source
 
@@ -69,7 +69,9 @@ def test_lines_are_cut_anywhere(
     if not data:
         return
     path.write_bytes(data)
-    pieces = [Piece(str(path), at, min(at + size, len(data))) for at in range(0, len(data), size)]
+    pieces = [
+        FilePiece(str(path), at, min(at + size, len(data))) for at in range(0, len(data), size)
+    ]
 
     def fail(why: str, rows: int = 1) -> None:
         raise AssertionError(why)

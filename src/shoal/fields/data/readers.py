@@ -43,7 +43,7 @@ class BadRowCount:
         self.rows += rows
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Rows of one file.
 
     Args:
@@ -63,7 +63,7 @@ class Problem(Protocol):
     def __call__(self, why: str, rows: int = 1) -> None: ...
 
 
-class Format(NamedTuple):
+class TableFormat(NamedTuple):
     """How one format is read.
 
     Args:
@@ -74,8 +74,8 @@ class Format(NamedTuple):
     """
 
     schema: Callable[[Listing], Any]
-    pieces: Callable[[Listing, int, Problem], Iterator[Piece]]
-    batches: Callable[[Piece, Any, Problem], Iterator[Any]]
+    pieces: Callable[[Listing, int, Problem], Iterator[FilePiece]]
+    batches: Callable[[FilePiece, Any, Problem], Iterator[Any]]
     rows: Callable[[Listing], int] | None = None
 
 
@@ -93,7 +93,7 @@ def arrow(module: str = "") -> Any:
 
 
 @contextlib.contextmanager
-def opened(piece: Piece, *, decompress: bool = True) -> Iterator[IO[bytes]]:
+def opened(piece: FilePiece, *, decompress: bool = True) -> Iterator[IO[bytes]]:
     """The file of a piece."""
     listing = find_files(piece.url, "*", option="data")
     with listing.open(listing.files[0], decompress=decompress) as stream:
@@ -113,17 +113,17 @@ def _readable(where: str) -> Iterator[None]:
 # ---------------------------------------------------------------------------- lines
 
 
-def _cut_lines(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[Piece]:
+def _cut_lines(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[FilePiece]:
     for file in listing.files:
         url = listing.url(file)
         if file.name.endswith(_COMPRESSED):
-            yield Piece(url)
+            yield FilePiece(url)
             continue
         for begin in range(0, file.num_bytes, num_bytes):
-            yield Piece(url, begin, min(begin + num_bytes, file.num_bytes))
+            yield FilePiece(url, begin, min(begin + num_bytes, file.num_bytes))
 
 
-def line_blocks(piece: Piece, problem: Problem) -> Iterator[tuple[int, bytes]]:
+def line_blocks(piece: FilePiece, problem: Problem) -> Iterator[tuple[int, bytes]]:
     r"""Whole lines that begin in the piece, some MB at a time, each block with its first byte.
 
     A line that begins before ``end`` is read to its end. Lines end with ``\n``, the last may not.
@@ -161,7 +161,7 @@ def _lines_schema(listing: Listing) -> Any:
     return pa.schema([("text", pa.large_string())])
 
 
-def _lines(piece: Piece, schema: Any, problem: Problem) -> Iterator[Any]:
+def _lines(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
     pa = arrow()
     for _, block in line_blocks(piece, problem):
         lines = block.decode("utf-8", "replace").split("\n")
@@ -198,7 +198,7 @@ def _json_schema(listing: Listing) -> Any:
     return pa.schema([one if one.type != pa.null() else one.with_type(text) for one in schema])
 
 
-def _json(piece: Piece, schema: Any, problem: Problem) -> Iterator[Any]:
+def _json(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
     pa, read = arrow(), arrow("json").read_json
     options = arrow("json").ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     whole = arrow("json").ReadOptions(block_size=MAX_ROW + _BLOCK, use_threads=False)
@@ -256,7 +256,7 @@ def _object(line: bytes, wrong: Callable[[str], None]) -> dict[str, Any] | None:
 
 
 def _parquet_schema(listing: Listing) -> Any:
-    pieces = Piece(listing.url(listing.files[0]))
+    pieces = FilePiece(listing.url(listing.files[0]))
     with _readable(pieces.url), opened(pieces, decompress=False) as stream:
         schema = arrow("parquet").ParquetFile(stream).schema_arrow
     if len(set(schema.names)) < len(schema.names):
@@ -275,7 +275,7 @@ def _parquet_rows(listing: Listing) -> int:
     return rows
 
 
-def _row_groups(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[Piece]:
+def _row_groups(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[FilePiece]:
     for file in listing.files:
         url = listing.url(file)
         try:
@@ -289,11 +289,11 @@ def _row_groups(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[
         for at, size in enumerate(sizes):
             taken += size
             if taken >= num_bytes or at == len(sizes) - 1:
-                yield Piece(url, begin, at + 1)
+                yield FilePiece(url, begin, at + 1)
                 begin, taken = at + 1, 0
 
 
-def _parquet(piece: Piece, schema: Any, problem: Problem) -> Iterator[Any]:
+def _parquet(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
     with _readable(piece.url), opened(piece, decompress=False) as stream:
         file = arrow("parquet").ParquetFile(stream)
         for name in schema.names:
@@ -319,7 +319,7 @@ def _parquet(piece: Piece, schema: Any, problem: Problem) -> Iterator[Any]:
                 yield batch.select(schema.names).take(arrow().array(good, arrow().int64()))
 
 
-def _groups(piece: Piece) -> range:
+def _groups(piece: FilePiece) -> range:
     return range(piece.begin, piece.end)
 
 
@@ -336,9 +336,9 @@ def _valid(batch: Any) -> bool:
 # ---------------------------------------------------------------------------- whole files
 
 
-def _each_file(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[Piece]:
+def _each_file(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[FilePiece]:
     for file in listing.files:
-        yield Piece(listing.url(file))
+        yield FilePiece(listing.url(file))
 
 
 def _csv_schema(listing: Listing) -> Any:
@@ -347,7 +347,7 @@ def _csv_schema(listing: Listing) -> Any:
         return arrow("csv").open_csv(stream).schema
 
 
-def _csv(piece: Piece, schema: Any, problem: Problem) -> Iterator[Any]:
+def _csv(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
     csv = arrow("csv")
 
     def invalid(row: Any) -> str:
@@ -373,7 +373,7 @@ def _ipc_schema(listing: Listing) -> Any:
         return arrow("ipc").open_file(stream).schema.remove_metadata()
 
 
-def _ipc(piece: Piece, schema: Any, problem: Problem) -> Iterator[Any]:
+def _ipc(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
     with _readable(piece.url), opened(piece) as stream:
         reader = arrow("ipc").open_file(stream)
         for at in range(reader.num_record_batches):
@@ -387,7 +387,7 @@ def _document_schema(listing: Listing | None) -> Any:
     return pa.schema([("name", pa.string()), ("text", pa.large_string())])
 
 
-def _stdlib(piece: Piece, schema: Any, problem: Problem) -> Iterator[Any]:
+def _stdlib(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
     yield from _documents(((one.name, one.text) for one in Stdlib().documents()), schema)
 
 
@@ -402,7 +402,7 @@ def _documents(texts: Iterator[tuple[str, str]], schema: Any) -> Iterator[Any]:
         yield arrow().RecordBatch.from_pylist(rows, schema=schema)
 
 
-def _whole_text(piece: Piece, schema: Any, problem: Problem) -> Iterator[Any]:
+def _whole_text(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
     with opened(piece) as stream:
         data = stream.read(MAX_ROW + 1)
     if len(data) > MAX_ROW:
@@ -427,18 +427,18 @@ _ENDINGS = {
 }
 
 FORMATS = {
-    "parquet": Format(_parquet_schema, _row_groups, _parquet, _parquet_rows),
-    "jsonl": Format(_json_schema, _cut_lines, _json),
-    "csv": Format(_csv_schema, _each_file, _csv),
-    "arrow": Format(_ipc_schema, _each_file, _ipc),
-    "lines": Format(_lines_schema, _cut_lines, _lines),
-    "documents": Format(_document_schema, _each_file, _whole_text),
+    "parquet": TableFormat(_parquet_schema, _row_groups, _parquet, _parquet_rows),
+    "jsonl": TableFormat(_json_schema, _cut_lines, _json),
+    "csv": TableFormat(_csv_schema, _each_file, _csv),
+    "arrow": TableFormat(_ipc_schema, _each_file, _ipc),
+    "lines": TableFormat(_lines_schema, _cut_lines, _lines),
+    "documents": TableFormat(_document_schema, _each_file, _whole_text),
 }
-"""Format -> how it is read."""
+"""TableFormat -> how it is read."""
 
-STDLIB = Format(
+STDLIB = TableFormat(
     lambda listing: _document_schema(listing),
-    lambda listing, size, problem: iter([Piece("")]),
+    lambda listing, size, problem: iter([FilePiece("")]),
     _stdlib,
 )
 """The standard library of this Python, a row for each module."""

@@ -20,8 +20,8 @@ from shoal.fields.data.readers import (
     STDLIB,
     BadRowCount,
     BadRows,
-    Format,
-    Piece,
+    FilePiece,
+    TableFormat,
     arrow,
     format_of,
 )
@@ -48,7 +48,7 @@ class SourceShard:
     """
 
     form: str
-    piece: Piece
+    piece: FilePiece
     fields: tuple[tuple[str, Any], ...]
     bad: BadRows
     number: int
@@ -99,7 +99,7 @@ class Source:
 
     @cached_property
     def form(self) -> str:
-        """Format of the files.
+        """TableFormat of the files.
 
         Raises:
             DataError: they are of several.
@@ -200,7 +200,7 @@ def open_source(
     return source
 
 
-def _format(form: str) -> Format:
+def _format(form: str) -> TableFormat:
     return STDLIB if form == _STDLIB else FORMATS[form]
 
 

@@ -1,0 +1,18 @@
+"""curate: the job that chooses the rows of a data set which a model should see.
+
+Start reading at ``protocols.py``, then ``random_rows.py``, the method that the others are compared
+with.
+"""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["CURATORS"]
+
+CURATORS = PartTable(
+    "curator",
+    {
+        "random": "shoal.fields.data.curate.random_rows:RandomRows",
+    },
+    about="How rows are chosen. Chosen by the key `method` of a job with `job: curate`.",
+    protocol="shoal.fields.data.curate.protocols:Curator",
+)

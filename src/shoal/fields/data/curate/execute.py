@@ -1,0 +1,62 @@
+"""A curation from a plan to what was kept."""
+
+from __future__ import annotations
+
+from shoal.core.errors import ConfigError
+from shoal.core.files import write_json
+from shoal.core.parts import Choice, table
+from shoal.fields.data.curate.job import CurateJob, CuratePlan
+from shoal.fields.data.curate.planning import source_of, text_column
+from shoal.fields.data.curate.protocols import CurateProblem
+from shoal.fields.running import RunOutcome, RunProgress
+
+
+def method_of(plan: CuratePlan) -> Choice:
+    """The method of a plan.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if plan.job.method is None:
+        raise ConfigError("method: the plan has none; make one with shoal plan curate --out")
+    return plan.job.method
+
+
+def execute(job: CurateJob, choice: Choice, progress: RunProgress) -> RunOutcome:
+    """Curate; the rows that are kept lie in ``kept``, and ``stages.json`` has what was dropped.
+
+    Raises:
+        ShoalError: the data cannot be read, or not be curated like that.
+    """
+    progress.say(0.0, "reading")
+    source = source_of(job)
+    problem = CurateProblem(
+        source=source,
+        text=text_column(source, job),
+        columns=job.columns,
+        keep=job.keep,
+        place=progress.directory,
+        pool=job.pool,
+        workers=job.workers,
+        seed=job.seed,
+        tick=lambda done, text: progress.tick(done, text, {"done": done}),
+    )
+    result = table("curator").build(choice, where="method").curate(problem)
+    seconds = progress.seconds
+    stages = [stage._asdict() for stage in result.stages]
+    write_json(progress.directory / "stages.json", stages)
+    return RunOutcome(
+        measured={
+            "total_s": seconds,
+            "bytes_per_s": source.num_bytes / max(seconds, 1e-9),
+            "rows": float(result.rows),
+            "kept_share": result.kept / max(result.rows, 1),
+            **result.measured,
+        },
+        details={
+            "stages": stages,
+            "bad_rows": result.bad,
+            "first_bad": result.first_bad,
+            **result.details,
+        },
+    )
