@@ -32,9 +32,9 @@ class ByteCheckpointClaim(BaseClaim, row=102, needs=("torch",)):
     """Stall, time, balance and planning of saves by four ranks.
 
     Args:
-        samples: of each way to save.
-        saves: of which a sample is the sum.
-        width: of the model; 1024 gives 600 MB of state.
+        samples: samples of each way to save.
+        saves: saves of which a sample is the sum.
+        width: width of the model; 1024 gives 600 MB of state.
     """
 
     samples: Annotated[int, Ge(1)] = 40

@@ -32,9 +32,9 @@ class ByteScaleClaim(BaseClaim, row=20, needs=("torch",)):
     """Hybrid data parallelism beside a fixed grid with packing.
 
     Args:
-        documents: of the step that two processes make.
+        documents: documents of the step that two processes make.
         longest: tokens of its longest one.
-        turns: how often it is timed.
+        turns: number of times that it is timed.
         seeds: ragged batches that are compared with one process.
     """
 

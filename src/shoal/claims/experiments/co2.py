@@ -62,7 +62,7 @@ class CO2Claim(BaseClaim, row=13, needs=("torch",)):
             here compute while they take packets.
         tau: steps of a round.
         turns: how often each is timed.
-        steps: of the runs that learn.
+        steps: steps of the runs that learn.
         seeds: how many of these there are of CO2 and of summed gradients; of others one.
     """
 

@@ -33,9 +33,9 @@ class DataStatesClaim(BaseClaim, row=36, needs=("torch",), cores=2):
 
     Args:
         rounds: turns of each mode.
-        steps: of a turn.
-        width: of the model; 1024 gives 600 MB of state.
-        tokens: of a step; enough that the disk keeps up.
+        steps: steps of a turn.
+        width: width of the model; 1024 gives 600 MB of state.
+        tokens: tokens of a step; enough that the disk keeps up.
     """
 
     rounds: Annotated[int, Ge(1)] = 3

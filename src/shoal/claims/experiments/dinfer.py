@@ -86,7 +86,7 @@ class DInfer(BaseClaim, row=107):
     """Answers and their price, by arm.
 
     Args:
-        problems: that are answered, a third of each task.
+        problems: problems that are answered, a third of each task.
         rounds: groups of problems; each is a sample of every timing.
     """
 

@@ -73,7 +73,7 @@ class Dissect(BaseClaim, row=48):
     Args:
         largest_bytes: last footprint of the full run's pointer chase.
         repeats: samples of each probe and of each predicted product.
-        runs: of the pointer chase, from start to end.
+        runs: runs of the pointer chase, from start to end.
         threads: threads of the predicted products; 0 for all cores. Several threads
             wait for each other, so on a shared machine they show the neighbours.
     """

@@ -84,8 +84,8 @@ class DistServe(BaseClaim, row=40):
 
     Args:
         requests: simulated for each device.
-        seconds: that each of the ten real runs takes, about.
-        model: of the zoo, for the real runs.
+        seconds: seconds that each of the ten real runs takes, about.
+        model: model of the zoo, for the real runs.
     """
 
     requests: Annotated[int, Ge(500)] = 600

@@ -34,8 +34,8 @@ class DovetailClaim(BaseClaim, row=133, needs=("torch",), cores=2):
         rounds: times that all prompts are answered.
         layers: drafters of so many layers are trained.
         sweep: nodes of the trees that are tried for each of them.
-        link_s: s of a message on the way.
-        link_bytes_per_s: of the way.
+        link_s: latency of the emulated link, s.
+        link_bytes_per_s: bandwidth of the emulated link, byte/s.
         overlap: draft while the target verifies.
         weights: format of the drafters' matrices.
     """

@@ -36,8 +36,8 @@ class DuoLLM(BaseClaim, row=119):
     """The oracle, trained routers and chance, by the loss of held-out bytes.
 
     Args:
-        steps: of the training on random routes.
-        router_steps: of the training of the routers.
+        steps: steps of the training on random routes.
+        router_steps: steps of the training of the routers.
         hidden: width of the model.
         tokens: held-out bytes that are judged.
         groups: parts of them, each a sample.

@@ -44,11 +44,11 @@ class EnergonAI(BaseClaim, row=17):
     """Packed or padded, blocking or not, resident or elsewhere.
 
     Args:
-        prompts: of the packed batch.
+        prompts: prompts of the packed batch.
         longest: tokens of the longest of them.
-        requests: of the pipeline, at once.
-        tokens: that each of them generates.
-        layers: of the model of which some lie elsewhere.
+        requests: requests of the pipeline, at once.
+        tokens: tokens that each of them generates.
+        layers: layers of the model of which some lie elsewhere.
         rounds: timed pairs.
     """
 

@@ -37,14 +37,14 @@ class FalconClaim(BaseClaim, row=104, needs=("torch",)):
     Args:
         k: tokens of a pass; 1 is the baseline.
         forwards: passes.
-        train_tokens: of each drafter's training.
-        seeds: of the nets that glancing is judged by.
+        train_tokens: tokens of each drafter's training.
+        seeds: seeds of the nets that glancing is judged by.
         texts: held-out prompts that are continued.
         rounds: times that all are continued.
         new: tokens of an answer.
-        nodes: of the trees by which accepted lengths are compared.
+        nodes: nodes of the trees by which accepted lengths are compared.
         exact_texts: prompts whose tokens are compared in fp64.
-        threads: that compute; 0 for all cores.
+        threads: threads that compute; 0 for all cores.
     """
 
     k: Annotated[int, Ge(2)] = 2

@@ -123,7 +123,7 @@ class FastSwitch(BaseClaim, row=86, needs=("torch",)):
     """Context switches of conversations under fair priorities.
 
     Args:
-        model: of the zoo, with random weights.
+        model: model of the zoo, with random weights.
         requests: turns served.
         rate: turns a second.
         turns: turns of a conversation.
@@ -131,7 +131,7 @@ class FastSwitch(BaseClaim, row=86, needs=("torch",)):
         kv_tokens: tokens of the cache.
         group: blocks of a group.
         frequency: updates of the priorities a step.
-        policy: of the priorities; drawn ones do not depend on what was served when.
+        policy: policy of the priorities; drawn ones do not depend on what was served when.
         rounds: times that each variant is served; the second one, whose copies are counted, once.
     """
 

@@ -53,7 +53,7 @@ class FlashRNN(BaseClaim, row=116, needs=("c++",)):
     Args:
         steps: T of the timed recurrences.
         pairs: rounds of each comparison.
-        train_steps: of each model that learns parity.
+        train_steps: steps of each model that learns parity.
     """
 
     steps: Annotated[int, Ge(1)] = 1024

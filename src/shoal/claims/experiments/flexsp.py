@@ -32,12 +32,12 @@ class FlexSPClaim(BaseClaim, row=96, needs=("torch",)):
     """Groups by an integer program beside one degree for all.
 
     Args:
-        batches: that are solved.
-        sequences: of each.
+        batches: batches that are solved.
+        sequences: sequences of each.
         limit_s: s that the solver may take for one.
-        documents: of the step that two processes make.
+        documents: documents of the step that two processes make.
         longest: tokens of its longest one.
-        turns: how often it is timed.
+        turns: number of times that it is timed.
         seeds: ragged batches that are compared with one process.
     """
 

@@ -79,7 +79,7 @@ class Flover(BaseClaim, row=95, needs=("torch",)):
     """Requests that come at random, fused in time or in batches.
 
     Args:
-        model: of the zoo, with random weights.
+        model: model of the zoo, with random weights.
         requests: requests served.
         rate: requests a second.
         batch: most requests at once, in every mode but the sequential one.

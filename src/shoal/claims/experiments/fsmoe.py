@@ -61,8 +61,8 @@ class FsmoeClaim(BaseClaim, row=35, needs=("torch",)):
 
     Args:
         hidden: width of the layer that is really run.
-        width: of its experts.
-        tokens: of a rank.
+        width: width of its experts.
+        tokens: tokens of a rank.
         repeats: pairs of timings.
     """
 

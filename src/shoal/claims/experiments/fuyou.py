@@ -39,10 +39,10 @@ class FuyouClaim(BaseClaim, row=79, needs=("torch",)):
         device_mib: budget of the device.
         host_mib: budget of the host.
         disk_rate: emulated bytes per second of the disk, each way.
-        width: of the model.
-        tokens: of a step.
+        width: width of the model.
+        tokens: tokens of a step.
         pairs: rounds, of three steps each.
-        amounts: of swapped bytes that are measured.
+        amounts: amounts of swapped bytes that are measured.
     """
 
     device_mib: Annotated[int, Ge(1)] = 96

@@ -69,9 +69,9 @@ class GalvatronClaim(BaseClaim, row=103):
         bandwidth: byte/s of the emulated link.
         cut_from: byte/s of the link that is cut to an eighth; fast enough that another plan is
             the best one before.
-        turns: how often all plans are gone through.
-        final: how often those are that are compared with each other, once more.
-        cuts: how often the link is cut, each time to a run of either kind.
+        turns: number of rounds over all plans.
+        final: number of further rounds over the plans that are compared with each other.
+        cuts: number of times that the link is cut, in a run of each kind.
         before: steps before the link is cut.
         after: steps after it.
         patience: steps in which another plan must be better.

@@ -36,8 +36,8 @@ class GPipeClaim(BaseClaim, row=139):
     """Equal layers on two real processes, four and eight simulated ones, and bytes kept.
 
     Args:
-        layers: of the network that is timed, a multiple of 8, the most cells.
-        width: of its layers.
+        layers: layers of the network that is timed, a multiple of 8, the most cells.
+        width: width of its layers.
         batch: samples of a mini-batch, a multiple of 32.
         repeats: pairs of timings.
         budget: activations of one layer, for the whole mini-batch, that may be kept.

@@ -54,9 +54,9 @@ class HecateClaim(BaseClaim, row=65, needs=("torch",)):
     """Sparse copies beside plain and beside rearranged expert parallelism.
 
     Args:
-        steps: of the training whose routing is recorded.
+        steps: steps of the training whose routing is recorded.
         slots: copies that a device has room for.
-        tokens: of a device and step, of the simulated layer.
+        tokens: tokens of a device and step, of the simulated layer.
         scale: what widths and tokens of the steps that are run are divided by.
         every: steps that are timed at a time.
         turns: how often.

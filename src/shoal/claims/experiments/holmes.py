@@ -40,7 +40,7 @@ class HolmesClaim(BaseClaim, row=12, needs=("torch",)):
 
     Args:
         global_batches: sequences of simulated steps, of 2,048 tokens; at least one a device.
-        microbatch: of them in a pass.
+        microbatch: sequences of a pass.
         bandwidth: byte/s between the pairs of processes.
         steps: timed steps of a turn.
         turns: how often both placements are timed.

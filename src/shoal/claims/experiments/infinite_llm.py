@@ -35,8 +35,8 @@ class InfiniteLLM(BaseClaim, row=39, needs=("torch",)):
     """Contexts longer than an instance, and short requests beside a long one.
 
     Args:
-        layers: of the model.
-        hidden: its width.
+        layers: layers of the model.
+        hidden: width of the model.
         room: tokens of an instance's cache where contexts are measured.
         kv_tokens: tokens of an instance's cache where throughput is.
         long: tokens of the long prompt.

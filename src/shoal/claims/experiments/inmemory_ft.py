@@ -54,7 +54,7 @@ class InMemoryFT(BaseClaim, row=62):
     Args:
         trainers: trainers killed.
         nodes: hosts killed.
-        samples: of the cost of a step, each of several steps in every way.
+        samples: samples of the cost of a step, each of several steps in every way.
         trials: simulated jobs.
     """
 

@@ -50,11 +50,11 @@ class LadderClaim(BaseClaim, row=63):
 
     Args:
         seeds: trainings of each kind.
-        steps: of one training.
+        steps: steps of one training.
         deep: blocks of the models that are trained; reading late costs a shallow one more.
         hidden: width of the model that is decoded with.
-        layers: its blocks.
-        tokens: that each request generates.
+        layers: blocks of that model.
+        tokens: tokens that each request generates.
         rounds: timed pairs.
     """
 

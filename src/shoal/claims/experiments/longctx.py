@@ -92,7 +92,7 @@ class LongCtx(BaseClaim, row=85, needs=("torch",)):
     """The four numbers of long context, of the paper and of this machine.
 
     Args:
-        model: of the zoo, with random weights.
+        model: model of the zoo, with random weights.
         first: shortest context.
         last: longest context.
         repeats: times that a token and a switch are measured at each length.

@@ -41,7 +41,7 @@ class MallocGameClaim(BaseClaim, row=134, needs=("c++", "torch")):
     """Modelled time of the hybrid mapper against greedy, against the optimum, and a real run.
 
     Args:
-        rounds: of playing and learning of the hybrid on each program.
+        rounds: rounds of playing and learning of the hybrid on each program.
         small: programs that are solved exactly.
         pairs: runs of each of two mappings of a real model.
     """

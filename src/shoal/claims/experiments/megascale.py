@@ -64,7 +64,7 @@ class MegaScaleClaim(BaseClaim, row=81):
     """Five kinds of fault in eight processes; the ladder of a 175B plan; groups of 1024 ranks.
 
     Args:
-        faults: of each kind.
+        faults: faults of each kind.
         clean_steps: steps without faults.
         pairs: timings of data-parallel overlap.
         ranks: fake ranks that make their groups.

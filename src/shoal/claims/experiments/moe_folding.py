@@ -48,10 +48,10 @@ class MoeFoldingClaim(BaseClaim, row=92, needs=("torch",)):
         seq_len: tokens of a sequence, of the simulated steps.
         global_batch: sequences of one.
         scale: what widths and sequences of the steps that are run are divided by.
-        turns: how often these are timed.
+        turns: number of times that these steps are timed.
         hidden: width of the layer that is timed.
         tiny: width of the small one.
-        tokens: that pass them.
+        tokens: tokens that pass them.
         rounds: timed rounds.
     """
 

@@ -35,7 +35,7 @@ class ParallelAlgorithms(BaseClaim, row=10, needs=("c++", "torch"), cores=2):
     """STREAM on arrays beyond the caches.
 
     Args:
-        elements: of each of the three arrays of fp64.
+        elements: elements of each of the three arrays of fp64.
         pairs: rounds.
     """
 

@@ -47,7 +47,7 @@ class ParScaleClaim(BaseClaim, row=108):
 
     Args:
         seeds: trainings of each model.
-        steps: of one training.
+        steps: steps of one training.
         late: share of the steps that have streams.
         hidden: width of the model with streams.
         wider: widths of the dense models that it is compared with.

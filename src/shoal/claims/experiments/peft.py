@@ -68,10 +68,10 @@ class PeftClaim(BaseClaim, row=66, needs=("torch", "peft", "transformers")):
 
     Args:
         hidden: width of the mini-model.
-        layers: its blocks.
+        layers: blocks of the model.
         pretrain: steps on documentation.
-        steps: of each tuning.
-        seeds: of the tunings that are judged; the others have one.
+        steps: steps of each tuning.
+        seeds: seeds of the tunings that are judged; the others have one.
         batch: sequences of a step.
         length: bytes of a sequence.
         pairs: rounds of timed steps.

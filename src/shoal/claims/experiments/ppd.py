@@ -34,14 +34,14 @@ class PpdClaim(BaseClaim, row=129, needs=("torch",)):
     Args:
         prompts: prompt tokens m.
         ensemble: embeddings of each.
-        train_tokens: of the drafter's training.
+        train_tokens: tokens of the drafter's training.
         texts: held-out prompts that are continued.
         new: tokens of an answer.
         rounds: times that all are continued.
         sweep_texts: prompts at every size of the sweep.
         sizes: rows N of the sweep.
         exact_texts: prompts whose tokens are compared in fp64.
-        threads: that compute; 0 for all cores.
+        threads: threads that compute; 0 for all cores.
     """
 
     prompts: Annotated[int, Ge(1)] = 3

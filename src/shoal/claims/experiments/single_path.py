@@ -44,7 +44,7 @@ class SinglePath(BaseClaim, row=53):
     """Random permutations over thirty leaf-spine fabrics, simulated at the level of flows.
 
     Args:
-        permutations: of all fabrics together.
+        permutations: permutations of all fabrics together.
     """
 
     permutations: Annotated[int, Ge(len(FABRICS)), Le(100_000)] = 1000

@@ -75,7 +75,7 @@ class SkipPipeClaim(BaseClaim, row=93):
     """Simulated networks, and a small model trained on the routes.
 
     Args:
-        width: of the model's layers.
+        width: width of the model's layers.
         steps: optimizer steps of each of two trainings.
         lr: peak learning rate.
         corpus: where the text is from.

@@ -40,8 +40,8 @@ class Smash(BaseClaim, row=124, needs=("c++", "torch")):
         inner_scale: R-MAT scale where inner products are tried too; they look at every pair.
         scale: R-MAT scale of the others.
         edge_factor: edges drawn per node.
-        points: of the graph of nearest neighbours.
-        grid_edge: of the grid.
+        points: points of the graph of nearest neighbours.
+        grid_edge: edge of the grid.
         pairs: rounds.
     """
 

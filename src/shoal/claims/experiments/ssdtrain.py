@@ -35,7 +35,7 @@ class SSDTrainClaim(BaseClaim, row=99, needs=("torch",)):
     """What is saved kept, computed again, and on a disk.
 
     Args:
-        sequences: of a step.
+        sequences: sequences of a step.
         length: tokens of a sequence.
         hidden: width of the model.
         pairs: rounds.

@@ -39,8 +39,8 @@ class SuperpipelineClaim(BaseClaim, row=141, needs=("torch",)):
 
     Args:
         hidden: width of both models.
-        tokens: of the sequence that the language model reads.
-        bytes_per_s: of the emulated link.
+        tokens: tokens of the sequence that the language model reads.
+        bytes_per_s: bandwidth of the emulated link, byte/s.
         pairs: rounds.
     """
 

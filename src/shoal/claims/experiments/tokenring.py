@@ -119,11 +119,11 @@ class TokenRingClaim(BaseClaim, row=91):
     """Four ranks on a mesh of full-duplex links, and where a ring is the better one.
 
     Args:
-        tokens: of one rank; what is compared does not depend on it.
+        tokens: tokens of one rank; what is compared does not depend on it.
         heads: query heads, a multiple of 8.
         head_dim: width of a head; statistics are 1 / head_dim of what returns.
-        latency: of a link, as a share of the seconds that a rank's queries take.
-        turns: how often processes are timed.
+        latency: latency of a link, as a share of the seconds that a rank's queries take.
+        turns: number of times that the processes are timed.
     """
 
     tokens: Annotated[int, MultipleOf(2), Ge(2)] = 64

@@ -46,11 +46,11 @@ class Topo3Claim(BaseClaim, row=24, needs=("torch",)):
     """Three levels beside ZeRO 3 and ZeRO++.
 
     Args:
-        microbatches: of a rank in a step whose bytes are metered.
-        machine: of the simulated steps.
-        model: of the simulated steps.
-        sequences: of each die in a simulated step.
-        steps: of the runs that learn.
+        microbatches: microbatches of a rank in a step whose bytes are metered.
+        machine: machine of the simulated steps.
+        model: model of the simulated steps.
+        sequences: sequences of each die in a simulated step.
+        steps: steps of the runs that learn.
         seeds: how many of these there are.
     """
 

@@ -76,10 +76,10 @@ class TuneServing(BaseClaim, row=122, needs=("torch", "transformers")):
     """Landscapes of two engines on two machines, and what tuning again is worth.
 
     Args:
-        models: of the zoo, with random weights.
+        models: models of the zoo, with random weights.
         requests: served at a time.
         rounds: times that every setting is measured.
-        noise: of the known landscape, as a share.
+        noise: noise of the known landscape, as a share.
     """
 
     models: tuple[str, ...] = ("shoal-0.3m", "shoal-4m")

@@ -37,7 +37,7 @@ class ZeroInfinityClaim(BaseClaim, row=64, needs=("torch",)):
         host_mib: budget of the host.
         widest: largest width that is tried.
         disk_rate: emulated bytes per second of each rank's disk, for the fetches.
-        width: of the model whose fetches and overlap are measured.
+        width: width of the model whose fetches and overlap are measured.
         pairs: rounds.
     """
 

@@ -38,7 +38,7 @@ class GemmStudy:
         layout: nn, nt, tn or tt: A and B stored as they are or transposed.
         threads: all cores, if not given.
         tiles: rank the tiles of Shoal's own kernel (fp32).
-        objective: of tiles: time or energy.
+        objective: objective of tiles: time or energy.
         strict: refuse a predictor that was measured on another machine.
     """
 

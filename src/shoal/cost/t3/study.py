@@ -28,7 +28,7 @@ class T3Study:
     Args:
         hidden: size of the model.
         tp: tensor-parallel devices.
-        tokens: of a pass.
+        tokens: tokens of a pass.
         device: values of the simulated device to override, such as {link_bandwidth: 1.5e11}.
     """
 

@@ -34,7 +34,7 @@ class CompileStudy:
     Args:
         program: lowbit_matmul, lowbit_pack or stream_copy.
         emit: cpp for this CPU, cuda, ir, or layout (which lane holds which element).
-        settings: of the program, such as {weight: uint3}.
+        settings: settings of the program, such as {weight: uint3}.
         target: target of ir and layout: host or cuda; host if not given.
     """
 

@@ -50,10 +50,10 @@ class TilesStudy:
         heads: heads of a recurrence.
         batch: sequences; rows of x of a product.
         function: lstm, gru, elman or slstm.
-        dtype: of the recurrent matrix: fp64, fp32 or bf16.
+        dtype: dtype of the recurrent matrix: fp64, fp32 or bf16.
         n: outputs of a product.
         k: inputs of a product.
-        bits: of a weight of a product.
+        bits: bits of a weight of a product.
         group: weights of a product that share a scale.
         facts: facts of the machine, which override the known ones.
         system: show the system of constraints without solving it.

@@ -59,7 +59,7 @@ class ScheduleStudy:
         output_layer: time of a forward through the whole output layer; its backward takes as many
             times more as that of the layers.
         vocab_barriers: split the vocabulary over all ranks, with 1 or 2 meetings; 0 does not.
-        unit: of the times: s, ms, us or none.
+        unit: unit of the times: s, ms, us or none.
         save: what `--out` saves: html, perfetto, csv.
     """
 

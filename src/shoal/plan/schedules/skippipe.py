@@ -60,7 +60,7 @@ class SkipPipe:
         most_in_flight: largest number of micro-batches whose activations a rank holds; None for the
             number of stages, as in 1F1B.
         effort: nodes of the solver's tree, and attempts to improve a plan.
-        seed: of the solver.
+        seed: seed of the solver.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"skips_stages"})

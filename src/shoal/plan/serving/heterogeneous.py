@@ -83,7 +83,7 @@ class Heterogeneous:
         itemsize: bytes of one of its numbers.
         memory_cap: bytes of the small device.
         link_s: s that a message takes besides its bytes.
-        link_bytes_per_s: of the way between both.
+        link_bytes_per_s: bandwidth of the link between both, byte/s.
         overlap: the drafter continues from its best path while the target verifies. If this path is
             accepted, drafting adds only the time that verification did not hide.
         round_s: s of a round beside all of these, such as waking up and walking a tree.

@@ -41,7 +41,7 @@ class TuneStudy:
         fix: axis=value[,value...], such as microbatch=1,2,4.
         why: show the contribution of each axis, by Shapley values.
         weak: numbers of replicas, such as 2,4,6, for the weak scaling of the best configuration.
-        surrogate: of why: gp or forest.
+        surrogate: model that `why` explains: gp or forest.
         seed: seed of the search.
         top: trials to show.
     """
