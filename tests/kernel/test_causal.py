@@ -10,6 +10,7 @@ from torch import Tensor
 from shoal.core.errors import KernelError
 from shoal.kernel.fused.causal import causal, takes
 from shoal.kernel.fused.cpp_training import loss_gradient, runs_here
+from shoal.kernel.native.tiles import has_tiles
 
 pytestmark = pytest.mark.skipif(not runs_here(), reason="no compiler, or no BF16 in AVX-512")
 
@@ -19,13 +20,23 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 # One block and less; blocks, panels and chunks that end in the middle; more keys than a chunk.
+@pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "length", "dim"),
     [(2, 4, 2, 7, 64), (1, 3, 1, 64, 32), (2, 2, 2, 97, 96), (1, 4, 2, 300, 64)],
 )
 def test_attention_and_its_gradients(
-    batch: int, heads: int, kv_heads: int, length: int, dim: int
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    dim: int,
+    tiles: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if tiles and not has_tiles():
+        pytest.skip("no matrix tiles")
+    monkeypatch.setattr("shoal.kernel.fused.causal.has_tiles", lambda: tiles)
     random = torch.Generator().manual_seed(length)
     # As projections give them: slices of one buffer, heads behind tokens.
     every = torch.randn(batch, length, heads + 2 * kv_heads, dim, generator=random).bfloat16()
@@ -52,7 +63,6 @@ def test_attention_and_its_gradients(
 
 def test_what_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = torch.empty(1, 4, 8, 64).bfloat16(), torch.empty(1, 2, 8, 64).bfloat16()
-    monkeypatch.setattr("shoal.kernel.fused.causal.has_tiles", lambda: False)
     assert takes(q, k)
     assert not takes(q.float(), k.float())
     assert not takes(q[..., :48], k[..., :48])

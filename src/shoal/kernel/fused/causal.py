@@ -1,8 +1,9 @@
-"""Causal attention of training in bf16 by AVX-512, both ways."""
+"""Causal attention of training in bf16 by AVX-512 or matrix tiles, both ways."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,10 +26,14 @@ def takes(q: Tensor, k: Tensor) -> bool:
         and q.shape[2] == k.shape[2]
         and q.shape[3] % 32 == 0
         and k.shape[0] * k.shape[1] >= torch.get_num_threads()
-        # Where there are matrix tiles, PyTorch's products of whole blocks are faster.
         and runs_here()
-        and not has_tiles()
     )
+
+
+def _native(way: str, arguments: str) -> Callable[..., Any]:
+    """The function of a way, ``forward`` or ``backward``, for this processor."""
+    name = "causal_amx" if has_tiles() else "causal"
+    return function(name, f"{name}_{way}", arguments)
 
 
 def _strides(*tensors: Tensor) -> Any:
@@ -55,7 +60,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # In the layout [B, T, heads, d] that the projections have.
     out = q.new_empty(batch, length, heads, dim).transpose(1, 2)
     logs = q.new_empty(batch, heads, length, dtype=torch.float32)
-    function("causal", "causal_forward", "pppppalllll")(
+    _native("forward", "pppppalllll")(
         *(x.data_ptr() for x in (q, k, v, out, logs)), _strides(q, k, v, out),
         batch, heads, k.shape[1], length, dim,
     )  # fmt: skip
@@ -78,7 +83,7 @@ class _Causal(torch.autograd.Function):
         grad = _dense(grad.to(q.dtype))
         batch, heads, length, dim = q.shape
         grads = [x.new_empty(batch, length, x.shape[1], dim).transpose(1, 2) for x in (q, k, v)]
-        function("causal", "causal_backward", "ppppppppp" + "alllll")(
+        _native("backward", "ppppppppp" + "alllll")(
             *(x.data_ptr() for x in (q, k, v, out, grad, logs, *grads)),
             _strides(q, k, v, out, grad), batch, heads, k.shape[1], length, dim,
         )  # fmt: skip
