@@ -34,15 +34,19 @@ class ReferenceLinear(BaseKernel):
         import torch
         import torch.nn.functional as F
 
+        from shoal.kernel.threads import torch_threads
+
         wide = torch.promote_types(weight_NK.dtype, torch.float32)
         weight, bias = weight_NK.to(wide), None if bias_N is None else bias_N.to(wide)
 
         def run(x_MK: Tensor) -> Tensor:
             rows_MK = x_MK.reshape(-1, call.k).to(wide)
             out = rows_MK.new_empty(len(rows_MK), call.n)
-            for row_K, out_N in zip(rows_MK, out, strict=True):
-                # A copy begins where every tensor does: the library's sums can depend on that.
-                out_N.copy_(torch.mv(weight, row_K.clone()))
+            # Several threads would take other sums, on some processors.
+            with torch_threads(1):
+                for row_K, out_N in zip(rows_MK, out, strict=True):
+                    # A copy begins where every tensor does: the sums can depend on that.
+                    out_N.copy_(torch.mv(weight, row_K.clone()))
             out = out.view(*x_MK.shape[:-1], call.n)
             out = (out if bias is None else out + bias).to(x_MK.dtype)
             if not call.gated:
