@@ -346,7 +346,7 @@ class _Service:
                 tokens = text
             self._prepare.check_prompt(tokens, 1, field)
             prompts.append(tokens)
-        seat = self._answers.take(len(prompts))
+        slot = self._answers.take(len(prompts))
         name = f"embd-{secrets.token_hex(12)}"
 
         async def one(place: int, tokens: Sequence[int]) -> list[float]:
@@ -357,7 +357,7 @@ class _Service:
 
         total = sum(map(len, prompts))
         trace = self._traces.begin("embeddings", name, request.headers, num_prompt=total)
-        with seat, trace.watch():
+        with slot, trace.watch():
             return await until_gone(request.receive, together()), total
 
     async def tokenize(self, request: Request) -> Response:
@@ -446,11 +446,11 @@ class _Service:
     async def _answer(
         self, request: Request, job: GenerationJob, writer: ResponseWriter
     ) -> Response:
-        seat = self._answers.take(len(job.params))
+        slot = self._answers.take(len(job.params))
         run = self._run(job, request.headers)
         if job.ask.stream:
-            return EventStream(events(run, writer), ended=seat.leave)
-        with seat:
+            return EventStream(events(run, writer), ended=slot.leave)
+        with slot:
             gathered = gather(run, writer, len(job.answers))
             return JSONResponse(await until_gone(request.receive, gathered))
 
