@@ -1,0 +1,1 @@
+"""miners: the ways to find frequent sets, compiled, and what they cost."""
