@@ -1,0 +1,1 @@
+"""parsers: ways to make templates of masked lines; start with ``drain.py``."""
