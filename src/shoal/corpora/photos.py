@@ -1,4 +1,4 @@
-"""Descriptors of real photographs: many vectors, strongly clustered, on every machine.
+"""Patches of real photographs and their descriptors: many real vectors on every machine.
 
 The two photographs that scikit-learn ships are cut into overlapping patches; each becomes a
 histogram of its gradients, as image search has used them.
@@ -78,17 +78,56 @@ def photo_descriptors(n: int, *, seed: int = 0) -> Descriptors:
     return Descriptors(vectors[order], photo[order], corner[order], note)
 
 
-@functools.cache
-def _photos() -> tuple[npt.NDArray[np.float64], ...]:
-    """Of each photograph the sums of gradients left of and above each pixel, by orientation."""
-    datasets: Any = import_extra("sklearn.datasets", extra="fields", purpose="photo_descriptors")
+def photo_patches(n: int, edge: int = 12, *, seed: int = 0) -> npt.NDArray[np.float64]:
+    """Grey values of n square patches, drawn at random, without their means.
+
+    Args:
+        n: how many; they may overlap.
+        edge: pixels of a side.
+        seed: of the draw.
+
+    Returns:
+        [n, edge * edge], of deviation 1 over all.
+
+    Raises:
+        MissingExtraError: as :func:`photo_descriptors`.
+    """
+    require(n >= 1, "photo_patches.n", n, expected="at least 1")
+    draw = generator(seed, purpose="photo patches")
+    photos = _grey("photo_patches")
+    require(
+        1 < edge <= min(min(photo.shape) for photo in photos),
+        "photo_patches.edge",
+        edge,
+        expected=f"2 to {min(min(photo.shape) for photo in photos)}",
+    )
+    which = draw.integers(0, len(photos), n)
+    patches = np.empty((n, edge * edge))
+    for number, photo in enumerate(photos):
+        mine = np.flatnonzero(which == number)
+        windows = np.lib.stride_tricks.sliding_window_view(photo, (edge, edge))
+        rows = draw.integers(0, windows.shape[0], len(mine))
+        columns = draw.integers(0, windows.shape[1], len(mine))
+        patches[mine] = windows[rows, columns].reshape(len(mine), -1)
+    patches -= patches.mean(axis=1, keepdims=True)
+    patches /= patches.std()
+    return patches
+
+
+def _grey(purpose: str) -> list[npt.NDArray[np.float64]]:
+    datasets: Any = import_extra("sklearn.datasets", extra="fields", purpose=purpose)
     try:
         images = datasets.load_sample_images().images
     except ImportError:
-        raise MissingExtraError("Pillow", "fields", "photo_descriptors") from None
+        raise MissingExtraError("Pillow", "fields", purpose) from None
+    return [image.astype(np.float64) @ (0.299, 0.587, 0.114) for image in images]
+
+
+@functools.cache
+def _photos() -> tuple[npt.NDArray[np.float64], ...]:
+    """Of each photograph the sums of gradients left of and above each pixel, by orientation."""
     photos = []
-    for image in images:
-        grey = image.astype(np.float64) @ (0.299, 0.587, 0.114)
+    for grey in _grey("photo_descriptors"):
         down, right = np.gradient(grey)
         size = np.hypot(down, right)
         angle = np.arctan2(down, right) % (2 * np.pi) / (2 * np.pi) * _BINS

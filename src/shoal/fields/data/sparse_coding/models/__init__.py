@@ -1,0 +1,1 @@
+"""models: six generative models of sparse causes, one file each, and what they share."""
