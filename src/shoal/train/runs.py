@@ -52,6 +52,8 @@ FILES = {
     "plan.yaml": "text/plain; charset=utf-8",
     "events.jsonl": "text/plain; charset=utf-8",
 }
+# Pictures that a run has drawn, and how many of them a page shows.
+_DRAWN, _MOST_DRAWN = re.compile(r"[\w-]{1,64}\.svg"), 8
 
 _T = TypeVar("_T")
 
@@ -94,6 +96,20 @@ def open_inside(root: Path, name: str) -> BinaryIO | None:
         os.close(fd)
         return None
     return os.fdopen(fd, "rb")
+
+
+def drawn(root: Path) -> list[str]:
+    """Names of the pictures directly in the directory of a run."""
+    try:
+        names = sorted(path.name for path in root.iterdir() if _DRAWN.fullmatch(path.name))
+    except OSError:
+        return []
+    return names[:_MOST_DRAWN]
+
+
+def file_type(name: str) -> str | None:
+    """The type that a file of a run is served as; None if it is none that can be looked at."""
+    return "image/svg+xml" if _DRAWN.fullmatch(name) else FILES.get(name)
 
 
 class Events:

@@ -34,7 +34,7 @@ from shoal.core.errors import ConfigError, ServeError, ShoalError, StoreError
 from shoal.core.web import NavigationLink, WebSite
 from shoal.serve.watch.moments import Watch
 from shoal.serve.watch.upstream import AnswerDelta, Upstream
-from shoal.train.runs import FILES, Runs, RunStatus, open_inside
+from shoal.train.runs import Runs, RunStatus, file_type, open_inside
 
 NAV = (
     NavigationLink("Overview", "/"),
@@ -178,14 +178,15 @@ def create_app(settings: DashboardSettings) -> FastAPI:
     def file(identity: str, name: str) -> Response:
         result = wanted(identity)
         opened = None
-        if name in FILES and result.entry.path is not None:
+        kind = file_type(name)
+        if kind is not None and result.entry.path is not None:
             opened = open_inside(result.entry.path, name)
         if opened is None:
             raise HTTPException(404, "the directory of the run has no such file")
         with opened:
             content = opened.read(MAX_FILE)
         headers = {"content-security-policy": _REPORT_POLICY}
-        return Response(content, media_type=FILES[name], headers=headers)
+        return Response(content, media_type=kind, headers=headers)
 
     def both(request: Request) -> list[RunStatus]:
         given = [request.query_params.get(key, "") for key in "ab"]

@@ -19,6 +19,7 @@ from shoal.claims.gallery.papers import Paper, index_rows
 from shoal.core.config import ResolvedValue
 from shoal.core.errors import ShoalError
 from shoal.core.svg import Chart
+from shoal.core.tables import Table
 from shoal.cost.score import ErrorSummary, summarise
 from shoal.ir import Machine, Plan, Quantity, Report, compared, kind_of, kinds, quantities
 from shoal.machine.described import load, names
@@ -29,6 +30,7 @@ from shoal.train.runs import (
     Events,
     Runs,
     RunStatus,
+    drawn,
     finite,
     number,
     open_inside,
@@ -224,11 +226,22 @@ def run(runs: Runs, found: RunStatus) -> dict[str, Any]:
         "slowest": {} if newest is None else slowest(newest),
         "plan": plan_.value,
         "compared": [] if report.value is None else _compared(_so_far(report.value, found.live)),
+        "results": [] if report.value is None or found.live else _results(report.value, entry.path),
+        "drawn": [] if entry.path is None else drawn(entry.path),
         "troubles": _troubles(found, events, plan_.error or report.error),
         "sample": events.sample,
         "files": _files(entry.path),
         "versions": sorted(report.value.versions.items()) if report.value is not None else [],
     }
+
+
+def _results(report: Report[Any], directory: Path | None) -> list[Table]:
+    """The tables that the kind of job shows of a run that has ended; none of a damaged report."""
+    try:
+        shown = kind_of(report.plan).results(report, directory or Path())
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return []
+    return [one for one in shown if isinstance(one, Table)]
 
 
 def _rows(events: Events) -> list[dict[str, float | None]]:

@@ -12,6 +12,9 @@ CURATORS = PartTable(
     "curator",
     {
         "random": "shoal.fields.data.curate.random_rows:RandomRows",
+        "filters": "shoal.fields.data.filters.method:FilteredRows",
+        "prune": "shoal.fields.data.prune.rows:PruneRows",
+        "qqt": "shoal.fields.data.curate.qqt.rows:QQTRows",
     },
     about="How rows are chosen. Chosen by the key `method` of a job with `job: curate`.",
     protocol="shoal.fields.data.curate.protocols:Curator",

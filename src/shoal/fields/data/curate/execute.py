@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from shoal.core.bars import StackedBars
 from shoal.core.errors import ConfigError
-from shoal.core.files import write_json
+from shoal.core.files import write_atomic, write_json
 from shoal.core.parts import Choice, table
+from shoal.fields.data.curate.effect import effect_of
 from shoal.fields.data.curate.job import CurateJob, CuratePlan
 from shoal.fields.data.curate.planning import source_of, text_column
-from shoal.fields.data.curate.protocols import CurateProblem
+from shoal.fields.data.curate.protocols import CurateProblem, Curation
 from shoal.fields.running import RunOutcome, RunProgress
 
 
@@ -41,10 +43,16 @@ def execute(job: CurateJob, choice: Choice, progress: RunProgress) -> RunOutcome
         seed=job.seed,
         tick=lambda done, text: progress.tick(done, text, {"done": done}),
     )
-    result = table("curator").build(choice, where="method").curate(problem)
+    method = table("curator").build(choice, where="method")
+    result = method.curate(problem)
     seconds = progress.seconds
     stages = [stage._asdict() for stage in result.stages]
     write_json(progress.directory / "stages.json", stages)
+    if stages:
+        write_atomic(progress.directory / "stages.svg", _lineage(result).render())
+    details = dict(result.details)
+    if job.effect is not None:
+        details["effect"] = effect_of(method, problem, job.effect, progress.say)
     return RunOutcome(
         measured={
             "total_s": seconds,
@@ -57,6 +65,19 @@ def execute(job: CurateJob, choice: Choice, progress: RunProgress) -> RunOutcome
             "stages": stages,
             "bad_rows": result.bad,
             "first_bad": result.first_bad,
-            **result.details,
+            **details,
         },
     )
+
+
+def _lineage(result: Curation) -> StackedBars:
+    """From all rows to those that were kept, a bar for each stage."""
+    bars = {
+        f"{stage.name}: {stage.rows:,}": {
+            "go on": float(stage.rows - stage.dropped),
+            "dropped": float(stage.dropped),
+        }
+        for stage in result.stages
+    }
+    bars[f"kept: {result.kept:,}"] = {"go on": float(result.kept)}
+    return StackedBars("rows that each stage was given", bars, lambda value: f"{value:,.0f}")

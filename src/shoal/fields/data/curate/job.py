@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Le
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from shoal.core.config import Kind
 from shoal.core.parts import Choice
+from shoal.fields.data.curate.effect import EffectSettings
 from shoal.fields.data.readers import BadRows
 from shoal.ir import Job, Plan, Report
+
+
+def _switch(value: Any) -> Any:
+    """``true`` and ``false`` as settings."""
+    return (EffectSettings() if value else None) if isinstance(value, bool) else value
 
 
 class CurateJob(Job):
@@ -19,13 +25,15 @@ class CurateJob(Job):
     Args:
         job: the kind of job.
         name: name of the run and of its directory.
-        data: a file or directory of tables or text, or ``stdlib``.
+        data: a file or directory of tables or text, or ``stdlib``, ``digits``, ``photos:N``.
         columns: those that the method reads; empty for what it takes by itself.
         method: how rows are chosen; None lets the planner choose.
         keep: share of the rows that is kept, of methods that are given one.
         bad: rows that cannot be read: ``raise`` an error, or ``skip`` and count them.
         pool: where shards are processed: None for this process, ``local``, ``ray``.
         workers: shards that are in work at a time.
+        effect: also train a small model on what is kept and on all rows, and compare their losses
+            on rows that neither has seen; ``true`` for the defaults.
         seed: random seed.
     """
 
@@ -38,6 +46,7 @@ class CurateJob(Job):
     bad: BadRows = "raise"
     pool: Annotated[Choice, Kind("pool")] | None = None
     workers: PositiveInt = 1
+    effect: Annotated[EffectSettings | None, BeforeValidator(_switch)] = None
     seed: NonNegativeInt = 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,18 @@ def kept_of(
     )
     stages: dict[str, CurationStage] = {}
     for result in results:
-        for name, rows, dropped, examples in result.get("stages", ()):
-            before = stages.get(name, CurationStage(name, 0, 0))
-            some = (*before.examples, *((text, why) for text, why in examples))[:_EXAMPLES]
-            stages[name] = CurationStage(name, before.rows + rows, before.dropped + dropped, some)
+        for fields in result.get("stages", ()):
+            stage = CurationStage(*fields)
+            before = stages.get(stage.name, CurationStage(stage.name, 0, 0))
+            some = (*before.examples, *((text, why) for text, why in stage.examples))[:_EXAMPLES]
+            stages[stage.name] = CurationStage(
+                stage.name,
+                before.rows + stage.rows,
+                before.dropped + stage.dropped,
+                some,
+                dict(Counter(before.counts) + Counter(stage.counts)),
+                before.seconds + stage.seconds,
+            )
         bad.add(result["first_bad"], result["bad"])
     return Curation(
         rows=sum(result["rows"] for result in results),

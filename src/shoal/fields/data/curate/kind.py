@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from shoal.core.parts import part
-from shoal.core.tables import Table
+from shoal.core.tables import Table, table_of
 from shoal.fields.data.curate.job import CurateJob, CuratePlan, CurateReport
 from shoal.ir import Flag, Interval, Machine, Quantity, Watch
 
@@ -77,24 +77,59 @@ class CurateKind:
 
     def results(self, report: CurateReport, directory: Path) -> Sequence[Table | str]:
         """What each stage dropped, and where the rows are that were kept."""
-        stages = Table(
-            title="what was dropped",
-            columns=("stage", "rows", "dropped", "share"),
-            rows=tuple(
-                (
-                    stage["name"],
-                    f"{stage['rows']:,}",
-                    f"{stage['dropped']:,}",
-                    f"{100 * stage['dropped'] / max(stage['rows'], 1):.1f} %",
-                )
-                for stage in report.details.get("stages", [])
-            ),
-            right=".rrr",
-        )
-        lines = [f"kept: {directory / 'kept'}/*.parquet", f"why:  {directory / 'stages.json'}"]
+        stages = report.details.get("stages", [])
+        blocks: list[Table | str] = [
+            table_of(
+                "what was dropped",
+                ("stage", "rows", "dropped", "share", "time", "most often"),
+                [
+                    (
+                        stage["name"],
+                        f"{stage['rows']:,}",
+                        f"{stage['dropped']:,}",
+                        f"{100 * stage['dropped'] / max(stage['rows'], 1):.1f} %",
+                        f"{stage['seconds']:.2f} s" if stage.get("seconds") else "",
+                        _most_often(stage.get("counts", {})),
+                    )
+                    for stage in stages
+                ],
+                right=" rrrr ",
+            )
+        ]
+        if effect := report.details.get("effect"):
+            blocks.append(_effect(effect))
+        blocks.append(f"kept: {directory / 'kept'}/*.parquet")
+        if stages:
+            blocks.append(f"why:  {directory / 'stages.json'}, picture: {directory / 'stages.svg'}")
         if report.details.get("bad_rows"):
-            lines.append(
+            blocks.append(
                 f"{report.details['bad_rows']:,} rows could not be read, the first: "
                 f"{report.details['first_bad']}"
             )
-        return [stages, *lines]
+        return blocks
+
+
+# Reasons and counts of a stage that are shown.
+_SHOWN = 3
+
+
+def _most_often(counts: Mapping[str, int]) -> str:
+    largest = sorted(counts.items(), key=lambda one: -one[1])[:_SHOWN]
+    return ", ".join(f"{name} {count:,}" for name, count in largest)
+
+
+def _effect(effect: Mapping[str, Any]) -> Table:
+    """Losses of a model on held-out rows, by what it was trained on."""
+    settings, losses = effect["settings"], effect["losses"]
+    rows = []
+    for name, change in effect["change"].items():
+        low, value, high = (f"{100 * change[key]:+.1f}" for key in ("low", "value", "high"))
+        means = [f"{sum(one[name]) / len(one[name]):.3f}" for one in losses.values()]
+        rows.append((name, *means, f"{value} % ({low} to {high})"))
+    return table_of(
+        f"bits a byte of {settings['model']} after {settings['tokens']:,} tokens, "
+        f"{settings['seeds']} seeds",
+        ("held out of", *(f"trained on {name}" for name in losses), "change (90 %)"),
+        rows,
+        right=" rrr",
+    )

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from shoal.core.errors import PlanError
 from shoal.core.parts import table
 from shoal.core.sizes import human_bytes
+from shoal.fields.data.curate.costs import rates_of
 from shoal.fields.data.curate.job import CurateJob, CuratePlan
 from shoal.fields.data.curate.protocols import CurateWork, Curator
+from shoal.fields.data.readers import arrow
 from shoal.fields.data.sources import Source, open_source
+from shoal.fields.data.vectors import dim_of
 from shoal.ir import Interval, Machine
 
 # The interpreter with numpy and Arrow.
@@ -26,10 +29,12 @@ def source_of(job: CurateJob) -> Source:
 
 
 def text_column(source: Source, job: CurateJob) -> str:
-    """The column that holds text: the first that the user named, or ``text``; empty if none."""
-    if job.columns:
-        return job.columns[0]
-    return "text" if "text" in source.schema.names else ""
+    """The column of text: the first that the user named, or ``text``; empty if it has none."""
+    name, schema, types = (*job.columns, "text")[0], source.schema, arrow("types")
+    if name not in schema.names:
+        return ""
+    kind = schema.field(name).type
+    return name if types.is_string(kind) or types.is_large_string(kind) else ""
 
 
 def plan_curate(job: CurateJob, machine: Machine) -> list[CuratePlan]:
@@ -40,13 +45,17 @@ def plan_curate(job: CurateJob, machine: Machine) -> list[CuratePlan]:
         DataError: the data cannot be read.
     """
     source = source_of(job)
+    rates, sample = rates_of(source, machine)
     work = CurateWork(
         num_bytes=source.num_bytes,
         rows=source.count(),
         columns=tuple(source.schema.names),
         text=text_column(source, job),
+        dim=dim_of(source, job.columns),
         keep=job.keep,
         workers=job.workers,
+        rates=rates,
+        sample=sample,
     )
     plans = [_plan(job, machine, work, method) for method in _methods(job, work, machine)]
     fitting = [plan for plan in plans if plan.fits]
@@ -91,7 +100,11 @@ def _plan(job: CurateJob, machine: Machine, work: CurateWork, method: Curator) -
         planner="curators",
         fits=not capacity or memory <= capacity,
         why=f"{spelled}: {human_bytes(work.num_bytes)} of {', '.join(work.columns[:6])}",
-        notes=("rates of reading and writing are of one core of a server",),
+        notes=(
+            "rates timed on some of the rows, on this machine"
+            if work.rates.measured
+            else "rates of reading and writing are of one core of a server",
+        ),
         num_bytes=work.num_bytes,
         rows=work.rows,
     )

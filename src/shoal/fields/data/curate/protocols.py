@@ -7,10 +7,12 @@ stopped goes on with the next shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
+
+from pydantic import Field
 
 from shoal.core.config import Value
 
@@ -18,6 +20,22 @@ if TYPE_CHECKING:
     from shoal.core.parts import Choice
     from shoal.fields.data.sources import Source
     from shoal.ir import Estimate, Machine
+
+
+class CurateRates(Value):
+    """How fast rows are read and written: of one core of a server, unless they were timed.
+
+    Args:
+        read_s: seconds to read a byte of rows, as it is in memory.
+        write_s: seconds to write one as Parquet.
+        inflate: bytes in memory for each byte as stored.
+        measured: timed on some of the rows, on this machine.
+    """
+
+    read_s: float = 1 / 0.35e9
+    write_s: float = 1 / 0.12e9
+    inflate: float = 1.0
+    measured: bool = False
 
 
 class CurateWork(Value):
@@ -28,16 +46,23 @@ class CurateWork(Value):
         rows: None where only reading tells.
         columns: names of all columns.
         text: the column that holds text; empty where there is none.
+        dim: numbers of the vector that a row is; 0 for text, or where nothing tells.
         keep: share of the rows that is kept, of methods that are given one.
         workers: shards that are in work at a time.
+        rates: of reading and writing.
+        sample: some of the rows, as record batches of Arrow, on which a method can be timed; none
+            of a machine that is only described.
     """
 
     num_bytes: int
     rows: int | None
     columns: tuple[str, ...]
     text: str
+    dim: int = 0
     keep: float
     workers: int
+    rates: CurateRates = CurateRates()
+    sample: tuple[Any, ...] = Field(default=(), exclude=True, repr=False)
 
 
 class CurationStage(NamedTuple):
@@ -48,12 +73,16 @@ class CurationStage(NamedTuple):
         rows: that it was given.
         dropped: of them.
         examples: the beginnings of some that it dropped, each with its reason.
+        counts: why it dropped how many, and what else it has counted.
+        seconds: that it took, of all workers together; 0 where that was not timed.
     """
 
     name: str
     rows: int
     dropped: int
     examples: tuple[tuple[str, str], ...] = ()
+    counts: Mapping[str, int] = {}
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
