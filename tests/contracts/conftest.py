@@ -91,6 +91,7 @@ REACHED: dict[str, str] = {
     "job": "plan KIND, run KIND",
     "study": "explain",
     "pool": "launcher of a ServeJob, pool of a job on data",
+    "text_filter": "method of a CurateJob",
     "corpus": "TrainJob",
     "lr_schedule": "TrainJob",
     "schedule": "TrainJob",
@@ -125,6 +126,8 @@ REACHED: dict[str, str] = {
     "peft": "train --set finetune=METHOD",
     "locator": "train --robust --locator, train diagnose --locator",
     "memory_code": "train, checkpoint.memory of a TrainJob",
+    "data_scorer": "method.scorer of a CurateJob",
+    "data_selector": "method.selector of a CurateJob",
     "claim": "claims run",
 }
 

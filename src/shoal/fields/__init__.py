@@ -12,6 +12,10 @@ JOBS = PartTable(
         "drafter": "shoal.train.drafters.kind:DrafterKind",
         "cluster": "shoal.fields.data.cluster.kind:ClusterKind",
         "curate": "shoal.fields.data.curate.kind:CurateKind",
+        "mine": "shoal.fields.data.mine.kind:MineKind",
+        "parse_logs": "shoal.fields.data.logs.kind:ParseLogsKind",
+        "sparse_code": "shoal.fields.data.sparse_coding.kind:SparseCodeKind",
+        "dedupe": "shoal.fields.data.dedupe.kind:DedupeKind",
     },
     about=(
         "A kind of job: what is planned, run and scored. Chosen by the first word after "

@@ -181,3 +181,31 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     shards = open_source(str(written(tmp_path / "a.parquet"))).shards()
     with pytest.raises(DataError, match=r"done: no space left.*--resume"):
         map_shards(full, shards, tmp_path / "done")
+
+
+def test_tables_of_this_machine_and_arrays(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    pytest.importorskip("sklearn")
+    digits = open_source("digits")
+    rows = list(digits.batches())
+    assert sum(batch.num_rows for batch in rows) == digits.count() == 1797
+    assert len(rows[0]["vector"][0]) == 64
+    assert {one.as_py() for one in rows[0]["label"]} == set(range(10))
+    photos = open_source("photos:50", columns=["vector"])
+    assert [batch.num_rows for batch in photos.batches()] == [photos.count()] == [50]
+    X = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for name, array in (("a", X), ("b", np.asfortranarray(X))):
+        np.save(tmp_path / f"{name}.npy", array)
+    both = open_source(str(tmp_path))
+    assert both.count() == 8
+    got = [row["vector"] for batch in both.batches() for row in batch.to_pylist()]
+    assert got == X.tolist() * 2
+    np.save(tmp_path / "c.npy", X[:, :2])
+    with pytest.raises(DataError, match="2 columns, in the first file 3"):
+        list(open_source(str(tmp_path)).batches())
+    (tmp_path / "bad.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-8])
+    with pytest.raises(DataError, match="cannot be read"):
+        list(open_source(str(tmp_path / "bad.npy")).batches())
+    np.save(tmp_path / "object.npy", np.array([["a"]]))
+    with pytest.raises(DataError, match="expected numbers"):
+        open_source(str(tmp_path / "object.npy"))

@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+
+from shoal.core.counts import count
 from shoal.core.errors import DataError
 from shoal.core.extras import import_extra
 from shoal.corpora.files import Listing, find_files
+from shoal.corpora.photos import DIM, photo_descriptors
 from shoal.corpora.stdlib import Stdlib
 
 BadRows = Literal["raise", "skip"]
@@ -22,7 +26,8 @@ MAX_ROW = 64 * 2**20
 
 _BLOCK = 8 * 2**20
 _DOCUMENTS = 256
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+"""Endings of compressed files."""
 
 
 @dataclass
@@ -71,17 +76,21 @@ class TableFormat(NamedTuple):
         pieces: (listing, bytes of a piece, problem) -> pieces that have every row once.
         batches: (piece, schema, problem) -> the rows of a piece, with that schema.
         rows: of a file, where it says so before it is read.
+        by_bytes: whether a piece is a range of bytes.
+        num_bytes: of what is no file.
     """
 
     schema: Callable[[Listing], Any]
     pieces: Callable[[Listing, int, Problem], Iterator[FilePiece]]
     batches: Callable[[FilePiece, Any, Problem], Iterator[Any]]
     rows: Callable[[Listing], int] | None = None
+    by_bytes: bool = False
+    num_bytes: Callable[[Listing], int] | None = None
 
 
 def format_of(name: str) -> str:
     """The format of a file, by its name."""
-    for ending in _COMPRESSED:
+    for ending in COMPRESSED:
         name = name.removesuffix(ending)
     return _ENDINGS.get(name[name.rfind(".") :].lower(), "documents")
 
@@ -101,7 +110,7 @@ def opened(piece: FilePiece, *, decompress: bool = True) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _readable(where: str) -> Iterator[None]:
+def readable(where: str) -> Iterator[None]:
     """Say which file Arrow could not read."""
     try:
         yield
@@ -116,7 +125,7 @@ def _readable(where: str) -> Iterator[None]:
 def _cut_lines(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[FilePiece]:
     for file in listing.files:
         url = listing.url(file)
-        if file.name.endswith(_COMPRESSED):
+        if file.name.endswith(COMPRESSED):
             yield FilePiece(url)
             continue
         for begin in range(0, file.num_bytes, num_bytes):
@@ -257,7 +266,7 @@ def _object(line: bytes, wrong: Callable[[str], None]) -> dict[str, Any] | None:
 
 def _parquet_schema(listing: Listing) -> Any:
     pieces = FilePiece(listing.url(listing.files[0]))
-    with _readable(pieces.url), opened(pieces, decompress=False) as stream:
+    with readable(pieces.url), opened(pieces, decompress=False) as stream:
         schema = arrow("parquet").ParquetFile(stream).schema_arrow
     if len(set(schema.names)) < len(schema.names):
         raise DataError(f"{pieces.url}: several columns have one name; rename them")
@@ -268,7 +277,7 @@ def _parquet_rows(listing: Listing) -> int:
     rows = 0
     for file in listing.files:
         with (
-            _readable(listing.url(file)),
+            readable(listing.url(file)),
             listing.open(file, decompress=False) as stream,
         ):
             rows += arrow("parquet").ParquetFile(stream).metadata.num_rows
@@ -279,7 +288,7 @@ def _row_groups(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[
     for file in listing.files:
         url = listing.url(file)
         try:
-            with _readable(url), listing.open(file, decompress=False) as stream:
+            with readable(url), listing.open(file, decompress=False) as stream:
                 meta = arrow("parquet").ParquetFile(stream).metadata
                 sizes = [meta.row_group(at).total_byte_size for at in range(meta.num_row_groups)]
         except DataError as cause:
@@ -294,7 +303,7 @@ def _row_groups(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[
 
 
 def _parquet(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
-    with _readable(piece.url), opened(piece, decompress=False) as stream:
+    with readable(piece.url), opened(piece, decompress=False) as stream:
         file = arrow("parquet").ParquetFile(stream)
         for name in schema.names:
             has = file.schema_arrow
@@ -343,7 +352,7 @@ def _each_file(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[F
 
 def _csv_schema(listing: Listing) -> Any:
     url = listing.url(listing.files[0])
-    with _readable(url), listing.open(listing.files[0]) as stream:
+    with readable(url), listing.open(listing.files[0]) as stream:
         return arrow("csv").open_csv(stream).schema
 
 
@@ -357,7 +366,7 @@ def _csv(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
         )
         return "skip"
 
-    with _readable(piece.url), opened(piece) as stream:
+    with readable(piece.url), opened(piece) as stream:
         reader = csv.open_csv(
             stream,
             read_options=csv.ReadOptions(use_threads=False, block_size=_BLOCK),
@@ -369,12 +378,12 @@ def _csv(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
 
 def _ipc_schema(listing: Listing) -> Any:
     url = listing.url(listing.files[0])
-    with _readable(url), listing.open(listing.files[0]) as stream:
+    with readable(url), listing.open(listing.files[0]) as stream:
         return arrow("ipc").open_file(stream).schema.remove_metadata()
 
 
 def _ipc(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
-    with _readable(piece.url), opened(piece) as stream:
+    with readable(piece.url), opened(piece) as stream:
         reader = arrow("ipc").open_file(stream)
         for at in range(reader.num_record_batches):
             batch = reader.get_batch(at)
@@ -416,7 +425,62 @@ def _whole_text(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any
     yield from _documents(iter([(piece.url.rpartition("/")[2], text)]), schema)
 
 
+def npy_shape(stream: IO[bytes], where: str) -> tuple[int, int, np.dtype[Any]]:
+    """Rows, columns and type of a file of numpy; the stream is left where its numbers begin.
+
+    Raises:
+        DataError: it is none, or not of numbers in two dimensions.
+    """
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = read(stream)
+    except ValueError as cause:
+        raise DataError(f"{where}: not an array of numpy ({cause}); give a whole .npy") from cause
+    if len(shape) != 2 or dtype.kind not in "fiub":
+        raise DataError(
+            f"{where}: an array of shape {shape} and type {dtype}: expected numbers in two "
+            "dimensions, a row for each object"
+        )
+    return int(shape[0]), int(shape[1]), dtype
+
+
+def _npy_schema(listing: Listing) -> Any:
+    pa, url = arrow(), listing.url(listing.files[0])
+    with listing.open(listing.files[0]) as stream:
+        _, dim, dtype = npy_shape(stream, url)
+    return pa.schema([("vector", pa.list_(pa.from_numpy_dtype(dtype), dim))])
+
+
+def _npy_rows(listing: Listing) -> int:
+    rows = 0
+    for file in listing.files:
+        with listing.open(file) as stream:
+            rows += npy_shape(stream, listing.url(file))[0]
+    return rows
+
+
+def _npy(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
+    pa, (kind,) = arrow(), schema.types
+    with opened(piece) as stream:
+        _, dim, _ = npy_shape(stream, piece.url)
+        if dim != kind.list_size:
+            raise DataError(
+                f"{piece.url}: {dim} columns, in the first file {kind.list_size}; give files of "
+                "vectors of one length"
+            )
+        stream.seek(0)
+        values = pa.array(np.load(stream, allow_pickle=False).ravel(), kind.value_type)
+    lists = pa.FixedSizeListArray.from_arrays(values, dim)
+    yield pa.record_batch([lists], schema=schema)
+
+
 _ENDINGS = {
+    ".npy": "npy",
     ".parquet": "parquet",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -428,17 +492,70 @@ _ENDINGS = {
 
 FORMATS = {
     "parquet": TableFormat(_parquet_schema, _row_groups, _parquet, _parquet_rows),
-    "jsonl": TableFormat(_json_schema, _cut_lines, _json),
+    "jsonl": TableFormat(_json_schema, _cut_lines, _json, by_bytes=True),
     "csv": TableFormat(_csv_schema, _each_file, _csv),
     "arrow": TableFormat(_ipc_schema, _each_file, _ipc),
-    "lines": TableFormat(_lines_schema, _cut_lines, _lines),
+    "lines": TableFormat(_lines_schema, _cut_lines, _lines, by_bytes=True),
+    "npy": TableFormat(_npy_schema, _each_file, _npy, _npy_rows),
     "documents": TableFormat(_document_schema, _each_file, _whole_text),
 }
 """TableFormat -> how it is read."""
 
-STDLIB = TableFormat(
-    lambda listing: _document_schema(listing),
-    lambda listing, size, problem: iter([FilePiece("")]),
-    _stdlib,
-)
-"""The standard library of this Python, a row for each module."""
+
+def _whole(listing: Listing, num_bytes: int, problem: Problem) -> Iterator[FilePiece]:
+    yield FilePiece(listing.where)
+
+
+def _labelled(dim: int) -> Callable[[Listing], Any]:
+    def schema(listing: Listing) -> Any:
+        pa = arrow()
+        return pa.schema([("vector", pa.list_(pa.float32(), dim)), ("label", pa.int64())])
+
+    return schema
+
+
+def _vectors(vectors: Any, labels: Any, schema: Any) -> Iterator[Any]:
+    pa = arrow()
+    values = pa.array(vectors.astype("float32").ravel())
+    lists = pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])
+    yield pa.record_batch([lists, pa.array(labels)], ["vector", "label"]).select(schema.names)
+
+
+def _digits(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
+    datasets = import_extra("sklearn.datasets", extra="fields", purpose="data = digits")
+    images, labels = datasets.load_digits(return_X_y=True)
+    yield from _vectors(images / 16.0, labels.astype("int64"), schema)
+
+
+def num_photos(where: str) -> int:
+    """N of ``photos:N``; 8,000 where it is not given.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    _, _, text = where.partition(":")
+    return count(text, "data = photos:N") if text else 8000
+
+
+def _photos(piece: FilePiece, schema: Any, problem: Problem) -> Iterator[Any]:
+    found = photo_descriptors(num_photos(piece.url))
+    yield from _vectors(found.vectors, found.photo, schema)
+
+
+NAMED = {
+    "stdlib": TableFormat(
+        _document_schema, _whole, _stdlib, num_bytes=lambda listing: Stdlib().num_bytes()
+    ),
+    "digits": TableFormat(
+        _labelled(64), _whole, _digits, lambda listing: 1797, lambda listing: 1797 * 65 * 8
+    ),
+    "photos": TableFormat(
+        _labelled(DIM),
+        _whole,
+        _photos,
+        lambda listing: num_photos(listing.where),
+        lambda listing: num_photos(listing.where) * (4 * DIM + 8),
+    ),
+}
+"""What is on every machine: the standard library of this Python, a row for each module; the digits
+of scikit-learn; ``photos:N``, descriptors of its photographs, labelled by the photograph."""

@@ -1,8 +1,8 @@
 """Tables larger than memory, read in batches and cut into shards that other processes can read.
 
 A :class:`Source` is a file, a directory or an address of fsspec's with Parquet, JSON Lines, CSV,
-Arrow or text in it, or the standard library of this Python. A shard is a range of bytes or of row
-groups, or a whole file; together the shards have every row once.
+Arrow, numpy or text in it, or what is on every machine, such as the standard library. A shard is a
+range of bytes or of row groups, or a whole file; together the shards have every row once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from shoal.core.errors import DataError
 from shoal.corpora.files import Listing, find_files
-from shoal.corpora.stdlib import Stdlib
 from shoal.fields.data.readers import (
+    COMPRESSED,
     FORMATS,
-    STDLIB,
+    NAMED,
     BadRowCount,
     BadRows,
     FilePiece,
@@ -31,8 +31,6 @@ ROWS = 65_536
 
 SHARD_BYTES = 64 * 2**20
 """Bytes of a shard, as stored, where a file can be cut."""
-
-_STDLIB = "stdlib"
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,12 @@ class SourceShard:
     fields: tuple[tuple[str, Any], ...]
     bad: BadRows
     number: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the piece as stored; 0 where only reading tells."""
+        known = _format(self.form).by_bytes and self.piece.end > 0
+        return self.piece.end - self.piece.begin if known else 0
 
     def batches(self, rows: int = ROWS, *, bad: BadRowCount | None = None) -> Iterator[Any]:
         """Record batches of at most so many rows.
@@ -75,7 +79,7 @@ class Source:
     """Rows of a table, in the order of files and rows; never whole in memory.
 
     Args:
-        where: a file, a directory, an address, or ``stdlib``.
+        where: a file, a directory, an address, or a name, such as ``stdlib``.
         columns: those that are read; None for all.
         pattern: of the names of files in a directory; ``*`` also matches ``/``.
         bad: what becomes of rows that cannot be read.
@@ -86,6 +90,12 @@ class Source:
     pattern: str = "*"
     bad: BadRows = "raise"
 
+    @property
+    def _named(self) -> str | None:
+        """Name of a table of this machine."""
+        name, colon, _ = self.where.partition(":")
+        return name if name in NAMED and (not colon or name == "photos") else None
+
     @cached_property
     def listing(self) -> Listing:
         """The files; none of the standard library.
@@ -93,7 +103,7 @@ class Source:
         Raises:
             DataError: nothing is there.
         """
-        if self.where == _STDLIB:
+        if self._named is not None:
             return Listing(self.where, None, [], False)
         return find_files(self.where, self.pattern, option="data")
 
@@ -104,8 +114,8 @@ class Source:
         Raises:
             DataError: they are of several.
         """
-        if self.where == _STDLIB:
-            return _STDLIB
+        if self._named is not None:
+            return self._named
         forms = {format_of(file.name): file.name for file in self.listing.files}
         if len(forms) > 1:
             names = ", ".join(f"{name} ({form})" for form, name in sorted(forms.items()))
@@ -136,7 +146,13 @@ class Source:
     @property
     def num_bytes(self) -> int:
         """Bytes as stored."""
-        return Stdlib().num_bytes() if self.form == _STDLIB else self.listing.num_bytes
+        named = _format(self.form).num_bytes
+        return self.listing.num_bytes if named is None else named(self.listing)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the first file is, by its name."""
+        return any(file.name.endswith(COMPRESSED) for file in self.listing.files[:1])
 
     def count(self) -> int | None:
         """Rows; None where only reading would tell."""
@@ -186,7 +202,7 @@ def open_source(
         where: a file or directory of ``.parquet``, ``.jsonl``, ``.csv``, ``.arrow``, ``.log`` (a
             row is a line: column ``text``) or other text (a row is a file: columns ``name`` and
             ``text``); any address that fsspec knows; or ``stdlib``, the standard library of this
-            Python.
+            Python, ``digits`` of scikit-learn, ``photos:N``, descriptors of its photographs.
         columns: those that are read.
         pattern: of the names of files in a directory; ``*`` also matches ``/``.
         bad: ``skip`` counts rows that cannot be read instead of stopping at the first.
@@ -201,7 +217,7 @@ def open_source(
 
 
 def _format(form: str) -> TableFormat:
-    return STDLIB if form == _STDLIB else FORMATS[form]
+    return NAMED[form] if form in NAMED else FORMATS[form]
 
 
 def _problem(bad: BadRows, count: BadRowCount) -> Any:

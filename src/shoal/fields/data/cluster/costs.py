@@ -8,21 +8,16 @@ bandwidth.
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from shoal.core.config import parse
-from shoal.core.errors import ConfigError
-from shoal.core.files import shoal_home, write_json
 from shoal.core.native import cpu_model
 from shoal.core.random import generator
 from shoal.fields.data.cluster.protocols import ClusterRates, ClusterWork
 from shoal.fields.data.cluster.search import MedoidSearch, best_swap, eager, expand, native
 from shoal.fields.data.cluster.storage import STORAGES, Matrix, Storage, Vectors, storage_bytes
+from shoal.fields.rates import kept_rates, least_seconds
 from shoal.ir import Estimate, Interval, Machine
 
 # Shares of what a described CPU could do at best that the kernels reach.
@@ -100,7 +95,8 @@ def rates_of(machine: Machine, *, dim: int, metric: str) -> ClusterRates:
         ConfigError: the file of what was timed is damaged.
     """
     if machine.fingerprint.get("cpu") == cpu_model():
-        return _kept(dim, metric)
+        key = f"{cpu_model()}|{metric}|{dim}"
+        return kept_rates("clustering.json", key, ClusterRates, lambda: timed(dim, metric))
     memory = machine.device.main_memory.read_bandwidth or 1e10
     cores = max(machine.device.num_cores or 1, 1)
     flops = machine.device.peak_flops.get("fp32", 1e11) / cores
@@ -119,24 +115,6 @@ def rates_of(machine: Machine, *, dim: int, metric: str) -> ClusterRates:
     )
 
 
-def _kept(dim: int, metric: str) -> ClusterRates:
-    path = shoal_home() / "clustering.json"
-    key = f"{cpu_model()}|{metric}|{dim}"
-    known: dict[str, Any] = {}
-    if path.exists():
-        try:
-            known = json.loads(path.read_bytes())
-            if key in known:
-                return parse(ClusterRates, known[key], where=str(path))
-        except (OSError, ValueError, TypeError, ConfigError) as cause:
-            raise ConfigError(
-                f"{path}: cannot be read ({cause}); remove it, and it is measured again"
-            ) from cause
-    result = timed(dim, metric)
-    write_json(path, {**known, key: result.model_dump()})
-    return result
-
-
 def timed(dim: int, metric: str = "euclidean", edge: int = _EDGE) -> ClusterRates:
     """Time the kernels on this machine, for most of a second.
 
@@ -149,7 +127,7 @@ def timed(dim: int, metric: str = "euclidean", edge: int = _EDGE) -> ClusterRate
     draw = generator(0, purpose="clustering rates")
     vectors = draw.standard_normal((edge, dim or 8))
     objects = Vectors(vectors, metric if dim else "euclidean")
-    begin, piece = _least(lambda: objects.between(slice(0, edge // 4), slice(None)))
+    begin, piece = least_seconds(lambda: objects.between(slice(0, edge // 4), slice(None)))
     distance = begin / piece.size
     ids, whole = np.arange(edge), Matrix(objects).rows(0, edge)
     search = MedoidSearch(ids[:k], np.ascontiguousarray(whole[:, :k]), native())
@@ -161,13 +139,13 @@ def timed(dim: int, metric: str = "euclidean", edge: int = _EDGE) -> ClusterRate
     while search.since < edge:  # what is timed is a pass that brings nothing
         scan()
 
-    scan_s, _ = _least(scan)
+    scan_s, _ = least_seconds(scan)
     few = ids[: max(1, edge // 100)]
-    textbook, _ = _least(lambda: best_swap(search, whole, few, textbook=True))
+    textbook, _ = least_seconds(lambda: best_swap(search, whole, few, textbook=True))
     again = int(search.medoids[0])
-    repair, _ = _least(lambda: search.swap(0, again, whole[again]))
+    repair, _ = least_seconds(lambda: search.swap(0, again, whole[again]))
     lower, unfolded = whole[np.tril_indices(edge, -1)], np.empty((edge // 10, edge), np.float32)
-    unfold, _ = _least(lambda: expand(lower, edge, edge // 2, unfolded))
+    unfold, _ = least_seconds(lambda: expand(lower, edge, edge // 2, unfolded))
     return ClusterRates(
         scan_s=scan_s / edge**2,
         expand_s=unfold / unfolded.size,
@@ -177,13 +155,3 @@ def timed(dim: int, metric: str = "euclidean", edge: int = _EDGE) -> ClusterRate
         spread=_SPREAD_TIMED,
         measured=True,
     )
-
-
-def _least(run: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
-    """Seconds of the quickest of a few runs, and what the last of them gave."""
-    seconds = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        result = run()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds), result

@@ -1,0 +1,52 @@
+"""Rates of a machine that are timed once and kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from shoal.core.config import Value, parse
+from shoal.core.errors import ConfigError
+from shoal.core.files import shoal_home, write_json
+
+_Rates = TypeVar("_Rates", bound=Value)
+
+
+def kept_rates(file: str, key: str, cls: type[_Rates], timed: Callable[[], _Rates]) -> _Rates:
+    """What was timed before, or is timed now and kept.
+
+    Args:
+        file: name of a file in Shoal's home.
+        key: what the rates depend on, such as the processor.
+        cls: what they are.
+        timed: measures them.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = shoal_home() / file
+    known: dict[str, Any] = {}
+    if path.exists():
+        try:
+            known = json.loads(path.read_bytes())
+            if key in known:
+                return parse(cls, known[key], where=str(path))
+        except (OSError, ValueError, TypeError, ConfigError) as cause:
+            raise ConfigError(
+                f"{path}: cannot be read ({cause}); remove it, and it is measured again"
+            ) from cause
+    result = timed()
+    write_json(path, {**known, key: result.model_dump()})
+    return result
+
+
+def least_seconds(run: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
+    """Seconds of the quickest of a few runs, and what the last of them gave."""
+    seconds = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        result = run()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds), result
