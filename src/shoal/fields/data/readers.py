@@ -547,14 +547,18 @@ NAMED = {
         _document_schema, _whole, _stdlib, num_bytes=lambda listing: Stdlib().num_bytes()
     ),
     "digits": TableFormat(
-        _labelled(64), _whole, _digits, lambda listing: 1797, lambda listing: 1797 * 65 * 8
+        _labelled(64),
+        _whole,
+        _digits,
+        rows=lambda listing: 1797,
+        num_bytes=lambda listing: 1797 * 65 * 8,
     ),
     "photos": TableFormat(
         _labelled(DIM),
         _whole,
         _photos,
-        lambda listing: num_photos(listing.where),
-        lambda listing: num_photos(listing.where) * (4 * DIM + 8),
+        rows=lambda listing: num_photos(listing.where),
+        num_bytes=lambda listing: num_photos(listing.where) * (4 * DIM + 8),
     ),
 }
 """What is on every machine: the standard library of this Python, a row for each module; the digits
