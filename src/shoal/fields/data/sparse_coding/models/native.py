@@ -18,7 +18,7 @@ from shoal.fields.data.sparse_coding.models import reference
 from shoal.fields.data.sparse_coding.protocols import Floats, Ids
 
 # Powers by vectors; what is compared with infinity or NaN is none of theirs.
-_FLAGS = ("-ffast-math",)
+_FLAGS = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
 Ints = npt.NDArray[np.int32]
 
 
