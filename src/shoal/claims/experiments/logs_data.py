@@ -227,7 +227,7 @@ def _life(name: str, fault: int, draw: np.random.Generator) -> list[str]:
         lines += [*done, *ended, *stored]
     for _ in range(int(draw.poisson(1.0))):
         lines.append(f"dfs.DataNode$DataXceiver: {nodes[0]} Served block {name} to /{node()}")
-        if draw.random() < 0.3:  # sound: the reader has gone
+        if draw.random() < 0.02:  # sound: the reader has gone
             lines.append(f"dfs.DataNode: error of the connection of {node()} for {name}, closed")
     if fault == 3:
         lines.append(

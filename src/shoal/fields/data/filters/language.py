@@ -26,9 +26,9 @@ class TextLanguage:
 
     Args:
         languages: ISO 639-1 codes of those that are kept, such as ``en``.
-        among: codes of the languages that are told apart; empty for all 75 of the package. Fewer
+        among: codes of the languages to choose from; empty for all 75 of the package. Fewer
             are quicker, and more certain where no other occurs.
-        min_confidence: least probability of a kept language, of all that are told apart.
+        min_confidence: least probability of a kept language, of all to choose from.
         chars: most characters of a document that are looked at.
     """
 

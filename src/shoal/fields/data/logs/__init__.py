@@ -39,7 +39,7 @@ ANOMALY_DETECTORS = PartTable(
         "next_event": "shoal.fields.data.logs.anomalies.next_event:NextEvent",
     },
     about=(
-        "How sessions or windows of events are told from the usual ones. Chosen by the key "
+        "How unusual sessions or windows of events are detected. Chosen by the key "
         "`anomalies` of a job with `job: parse_logs`."
     ),
     protocol="shoal.fields.data.logs.anomalies.protocols:AnomalyDetector",

@@ -1,4 +1,4 @@
-"""Rules among frequent sets: whoever has the antecedent, how often has the consequent too?"""
+"""Association rules among frequent sets: antecedent, consequent, and how often both occur."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Superposition(Protocol):
 
     Attributes:
         values: that a cause can have beside 0; (1.0,) where it is on or off.
-        signed: whether components of either sign are told apart by the data.
+        signed: whether the data determine the sign of a component.
         non_negative: whether components and data are at least 0.
         hot: temperature at which learning usually begins.
     """

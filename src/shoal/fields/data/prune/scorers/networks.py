@@ -80,7 +80,7 @@ class SmallNetworks:
             y: int64 [n].
             steps: how many, the same for every model and every size of data.
             rows: int64 [models, m], the examples that each model learns from; None for all.
-            seen: is told how each batch went.
+            seen: called with the result of each batch.
         """
         if rows is None:
             rows = np.broadcast_to(np.arange(len(X)), (self.models, len(X)))
