@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import sources
 
+import shoal
+
 FILES = {str(path.relative_to(sources.PACKAGE)): path for path in sources.paths()}
 ROOMS = sorted({name.partition("/")[0] for name in FILES})
 
@@ -189,3 +191,14 @@ def test_a_bad_habit_is_seen(
 
 def test_exemptions_are_of_files_that_exist() -> None:
     assert set(FILES) >= PICKLES | WRITES
+
+
+def test_no_library_changes_how_the_process_rounds() -> None:
+    """Linked with these flags, a library makes numbers near zero zero in the whole process."""
+    flags = re.compile(r"-Ofast|-ffast-math|-funsafe-math-optimizations")
+    found = [
+        str(path)
+        for path in Path(shoal.__file__).parent.rglob("*.py")
+        if flags.search(path.read_text())
+    ]
+    assert found == []
