@@ -10,29 +10,17 @@ from typing import Any
 import numpy as np
 
 from shoal.core.bars import StackedBars
-from shoal.core.errors import ConfigError
 from shoal.core.extras import import_extra
 from shoal.core.files import write_atomic, write_json
 from shoal.core.parts import Choice, table
 from shoal.fields.data.cluster.inputs import objects_of
-from shoal.fields.data.cluster.job import ClusterJob, ClusterPlan
+from shoal.fields.data.cluster.job import ClusterJob
 from shoal.fields.data.cluster.protocols import ClusteringProblem, State
 from shoal.fields.data.cluster.solve import ClusteringSolution, solve
 from shoal.fields.running import RunOutcome, RunProgress
 
 # Clusters of the picture.
 _SHOWN = 20
-
-
-def method_of(plan: ClusterPlan) -> Choice:
-    """The method of a plan.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if plan.job.method is None:
-        raise ConfigError("method: the plan has none; make one with shoal plan cluster --out")
-    return plan.job.method
 
 
 def execute(job: ClusterJob, choice: Choice, progress: RunProgress) -> RunOutcome:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.data.cluster.job import ClusterJob, ClusterPlan, ClusterReport
-from shoal.ir import Flag, Interval, Machine, Quantity, Watch
+from shoal.fields.kinds import KindHere, method_of
+from shoal.ir import Flag, Machine, Quantity
+
+if TYPE_CHECKING:
+    from shoal.fields.running import RunOutcome, RunProgress
 
 # Clusters of the table.
 _SHOWN = 8
 
 
 @part
-class ClusterKind:
+class ClusterKind(KindHere):
     """Group the objects of a file around k of themselves."""
 
     summary: ClassVar = "group objects around medoids"
@@ -54,32 +58,11 @@ class ClusterKind:
 
         return plan_cluster(job, machine)
 
-    def run(
-        self,
-        plan: ClusterPlan,
-        directory: Path,
-        *,
-        resume: bool = False,
-        watch: Watch | None = None,
-        anyway: bool = False,
-    ) -> ClusterReport:
+    def work(self, plan: ClusterPlan) -> Callable[[RunProgress], RunOutcome]:
         """Cluster in this process."""
-        from shoal.fields.data.cluster.execute import execute, method_of
-        from shoal.fields.running import run_here
+        from shoal.fields.data.cluster.execute import execute
 
-        work = partial(execute, plan.job, method_of(plan))
-        report = run_here(plan, directory, work, resume=resume, watch=watch, anyway=anyway)
-        return cast(ClusterReport, report)
-
-    def report(self, plan: ClusterPlan, directory: Path) -> ClusterReport:
-        """None before the end: a loss on the way is no result."""
-        from shoal.fields.running import report_at_end
-
-        return cast(ClusterReport, report_at_end(plan, directory))
-
-    def predictions(self, plan: ClusterPlan) -> Mapping[str, Interval]:
-        """Time, memory, and the loss over that of FasterPAM."""
-        return plan.predicted
+        return partial(execute, plan.job, method_of(plan))
 
     def describe(self, plan: ClusterPlan) -> str:
         """The method with its options, and how much worse its loss is expected to be."""

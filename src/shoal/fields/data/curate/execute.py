@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from shoal.core.bars import StackedBars
-from shoal.core.errors import ConfigError
 from shoal.core.files import write_atomic, write_json
 from shoal.core.parts import Choice, table
 from shoal.fields.data.curate.effect import effect_of
-from shoal.fields.data.curate.job import CurateJob, CuratePlan
+from shoal.fields.data.curate.job import CurateJob
 from shoal.fields.data.curate.planning import source_of, text_column
 from shoal.fields.data.curate.protocols import CurateProblem, Curation
 from shoal.fields.running import RunOutcome, RunProgress
-
-
-def method_of(plan: CuratePlan) -> Choice:
-    """The method of a plan.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if plan.job.method is None:
-        raise ConfigError("method: the plan has none; make one with shoal plan curate --out")
-    return plan.job.method
 
 
 def execute(job: CurateJob, choice: Choice, progress: RunProgress) -> RunOutcome:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table, table_of
 from shoal.fields.data.curate.job import CurateJob, CuratePlan, CurateReport
-from shoal.ir import Flag, Interval, Machine, Quantity, Watch
+from shoal.fields.kinds import KindHere, method_of
+from shoal.ir import Flag, Machine, Quantity
+
+if TYPE_CHECKING:
+    from shoal.fields.running import RunOutcome, RunProgress
 
 
 @part
-class CurateKind:
+class CurateKind(KindHere):
     """Choose the rows of a data set for a model."""
 
     summary: ClassVar = "choose the rows that a model should see"
@@ -44,32 +48,11 @@ class CurateKind:
 
         return plan_curate(job, machine)
 
-    def run(
-        self,
-        plan: CuratePlan,
-        directory: Path,
-        *,
-        resume: bool = False,
-        watch: Watch | None = None,
-        anyway: bool = False,
-    ) -> CurateReport:
+    def work(self, plan: CuratePlan) -> Callable[[RunProgress], RunOutcome]:
         """Curate, in this process or in a pool."""
-        from shoal.fields.data.curate.execute import execute, method_of
-        from shoal.fields.running import run_here
+        from shoal.fields.data.curate.execute import execute
 
-        work = partial(execute, plan.job, method_of(plan))
-        report = run_here(plan, directory, work, resume=resume, watch=watch, anyway=anyway)
-        return cast(CurateReport, report)
-
-    def report(self, plan: CuratePlan, directory: Path) -> CurateReport:
-        """None before the end."""
-        from shoal.fields.running import report_at_end
-
-        return cast(CurateReport, report_at_end(plan, directory))
-
-    def predictions(self, plan: CuratePlan) -> Mapping[str, Interval]:
-        """Time, rate, memory."""
-        return plan.predicted
+        return partial(execute, plan.job, method_of(plan))
 
     def describe(self, plan: CuratePlan) -> str:
         """The method with its options."""

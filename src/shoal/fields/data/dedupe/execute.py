@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from shoal.core.bars import StackedBars
-from shoal.core.errors import ConfigError
 from shoal.core.files import write_atomic, write_json
 from shoal.core.parts import Choice, table
-from shoal.fields.data.dedupe.job import DedupeJob, DedupePlan
+from shoal.fields.data.dedupe.job import DedupeJob
 from shoal.fields.data.dedupe.planning import source_of, text_columns
 from shoal.fields.data.dedupe.protocols import DedupeProblem, Deduper, Deduplication
 from shoal.fields.running import RunOutcome, RunProgress
 
 # Bars of the picture.
 _SHOWN = 16
-
-
-def method_of(plan: DedupePlan) -> Choice:
-    """The method of a plan.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if plan.job.method is None:
-        raise ConfigError("method: the plan has none; make one with shoal plan dedupe --out")
-    return plan.job.method
 
 
 def execute(job: DedupeJob, choice: Choice, progress: RunProgress) -> RunOutcome:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.data.dedupe.job import DedupeJob, DedupePlan, DedupeReport
-from shoal.ir import Flag, Interval, Machine, Quantity, Watch
+from shoal.fields.kinds import KindHere, method_of
+from shoal.ir import Flag, Machine, Quantity
+
+if TYPE_CHECKING:
+    from shoal.fields.running import RunOutcome, RunProgress
 
 # Characters of an example.
 _WIDTH = 60
 
 
 @part
-class DedupeKind:
+class DedupeKind(KindHere):
     """Find duplicates among rows of text or among tables, and keep one of each."""
 
     summary: ClassVar = "remove duplicate documents, find contained tables"
@@ -52,32 +56,11 @@ class DedupeKind:
 
         return plan_dedupe(job, machine)
 
-    def run(
-        self,
-        plan: DedupePlan,
-        directory: Path,
-        *,
-        resume: bool = False,
-        watch: Watch | None = None,
-        anyway: bool = False,
-    ) -> DedupeReport:
+    def work(self, plan: DedupePlan) -> Callable[[RunProgress], RunOutcome]:
         """Find duplicates, in this process or in a pool."""
-        from shoal.fields.data.dedupe.execute import execute, method_of
-        from shoal.fields.running import run_here
+        from shoal.fields.data.dedupe.execute import execute
 
-        work = partial(execute, plan.job, method_of(plan))
-        report = run_here(plan, directory, work, resume=resume, watch=watch, anyway=anyway)
-        return cast(DedupeReport, report)
-
-    def report(self, plan: DedupePlan, directory: Path) -> DedupeReport:
-        """None before the end."""
-        from shoal.fields.running import report_at_end
-
-        return cast(DedupeReport, report_at_end(plan, directory))
-
-    def predictions(self, plan: DedupePlan) -> Mapping[str, Interval]:
-        """Time, rate, memory, and the share of pairs at the threshold that is found."""
-        return plan.predicted
+        return partial(execute, plan.job, method_of(plan))
 
     def describe(self, plan: DedupePlan) -> str:
         """The method with its options, and the share of pairs at the threshold that it finds."""

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from shoal.core.bars import StackedBars
-from shoal.core.errors import ConfigError
 from shoal.core.files import open_atomic, write_atomic
 from shoal.core.parts import Choice, table
 from shoal.fields.data.mine.inputs import shards_of, together
-from shoal.fields.data.mine.job import MineJob, MinePlan
+from shoal.fields.data.mine.job import MineJob
 from shoal.fields.data.mine.planning import check
 from shoal.fields.data.mine.protocols import Itemsets, MiningProblem, least_support
 from shoal.fields.data.mine.rules import rules_table, sets_table
@@ -23,17 +22,6 @@ from shoal.fields.running import RunOutcome, RunProgress
 
 # Sets of two items and more that people are shown.
 _SHOWN = 10
-
-
-def method_of(plan: MinePlan) -> Choice:
-    """The method of a plan.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if plan.job.method is None:
-        raise ConfigError("method: the plan has none; make one with shoal plan mine --out")
-    return plan.job.method
 
 
 def execute(job: MineJob, choice: Choice, progress: RunProgress) -> RunOutcome:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.data.mine.job import MineJob, MinePlan, MineReport
-from shoal.ir import Flag, Interval, Machine, Quantity, Watch
+from shoal.fields.kinds import KindHere, method_of
+from shoal.ir import Flag, Machine, Quantity
+
+if TYPE_CHECKING:
+    from shoal.fields.running import RunOutcome, RunProgress
 
 
 @part
-class MineKind:
+class MineKind(KindHere):
     """Find frequent sets of items, and rules, in baskets."""
 
     summary: ClassVar = "find sets of items that occur together, and rules"
@@ -50,32 +54,11 @@ class MineKind:
 
         return plan_mine(job, machine)
 
-    def run(
-        self,
-        plan: MinePlan,
-        directory: Path,
-        *,
-        resume: bool = False,
-        watch: Watch | None = None,
-        anyway: bool = False,
-    ) -> MineReport:
+    def work(self, plan: MinePlan) -> Callable[[RunProgress], RunOutcome]:
         """Mine, in this process or shard by shard in a pool."""
-        from shoal.fields.data.mine.execute import execute, method_of
-        from shoal.fields.running import run_here
+        from shoal.fields.data.mine.execute import execute
 
-        work = partial(execute, plan.job, method_of(plan))
-        report = run_here(plan, directory, work, resume=resume, watch=watch, anyway=anyway)
-        return cast(MineReport, report)
-
-    def report(self, plan: MinePlan, directory: Path) -> MineReport:
-        """None before the end."""
-        from shoal.fields.running import report_at_end
-
-        return cast(MineReport, report_at_end(plan, directory))
-
-    def predictions(self, plan: MinePlan) -> Mapping[str, Interval]:
-        """Time, memory, sets."""
-        return plan.predicted
+        return partial(execute, plan.job, method_of(plan))
 
     def describe(self, plan: MinePlan) -> str:
         """The miner with its options."""

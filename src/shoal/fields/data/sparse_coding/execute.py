@@ -21,23 +21,12 @@ from shoal.fields.data.sparse_coding.engine import (
     spread,
 )
 from shoal.fields.data.sparse_coding.inputs import points_of
-from shoal.fields.data.sparse_coding.job import SparseCodeJob, SparseCodePlan
+from shoal.fields.data.sparse_coding.job import SparseCodeJob
 from shoal.fields.data.sparse_coding.pictures import component_grid, energy_chart
 from shoal.fields.data.sparse_coding.protocols import CodingParams, Superposition
 from shoal.fields.data.sparse_coding.schedule import AnnealSchedule
 from shoal.fields.data.sparse_coding.states import StateSpace
 from shoal.fields.running import RunOutcome, RunProgress
-
-
-def method_of(plan: SparseCodePlan) -> Choice:
-    """The model of a plan.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if plan.job.method is None:
-        raise ConfigError("method: the plan has none; make one with shoal plan sparse_code --out")
-    return plan.job.method
 
 
 def execute(job: SparseCodeJob, choice: Choice, progress: RunProgress) -> RunOutcome:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.data.sparse_coding.job import SparseCodeJob, SparseCodePlan, SparseCodeReport
-from shoal.ir import Flag, Interval, Machine, Quantity, Watch
+from shoal.fields.kinds import KindHere, method_of
+from shoal.ir import Flag, Machine, Quantity
+
+if TYPE_CHECKING:
+    from shoal.fields.running import RunOutcome, RunProgress
 
 
 @part
-class SparseCodeKind:
+class SparseCodeKind(KindHere):
     """Learn components of which few explain each vector."""
 
     summary: ClassVar = "learn components of which few explain each vector"
@@ -49,32 +53,11 @@ class SparseCodeKind:
 
         return plan_sparse_code(job, machine)
 
-    def run(
-        self,
-        plan: SparseCodePlan,
-        directory: Path,
-        *,
-        resume: bool = False,
-        watch: Watch | None = None,
-        anyway: bool = False,
-    ) -> SparseCodeReport:
+    def work(self, plan: SparseCodePlan) -> Callable[[RunProgress], RunOutcome]:
         """Learn, in this process or in a pool."""
-        from shoal.fields.data.sparse_coding.execute import execute, method_of
-        from shoal.fields.running import run_here
+        from shoal.fields.data.sparse_coding.execute import execute
 
-        work = partial(execute, plan.job, method_of(plan))
-        report = run_here(plan, directory, work, resume=resume, watch=watch, anyway=anyway)
-        return cast(SparseCodeReport, report)
-
-    def report(self, plan: SparseCodePlan, directory: Path) -> SparseCodeReport:
-        """None before the end."""
-        from shoal.fields.running import report_at_end
-
-        return cast(SparseCodeReport, report_at_end(plan, directory))
-
-    def predictions(self, plan: SparseCodePlan) -> Mapping[str, Interval]:
-        """Time, rate, memory."""
-        return plan.predicted
+        return partial(execute, plan.job, method_of(plan))
 
     def describe(self, plan: SparseCodePlan) -> str:
         """The model with its options."""
