@@ -24,7 +24,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "installing what the tests need ..."
-	@$(PIP) -c constraints.txt -e '.[run,cluster,bench,docs,dev]'
+	@$(PIP) -c constraints.txt -e '.[run,cluster,fields,bench,docs,dev]'
 	@touch $@
 
 demo: $(VENV)/run.stamp  ## probe, plan, train, lose a rank, resume, generate, serve, gallery

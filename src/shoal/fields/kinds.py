@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
 
 
 @part
-class KindHere:
+class KindHere(ABC):
     """Base of a kind whose ``work(plan)`` returns what a run does with its progress."""
 
+    @abstractmethod
     def work(self, plan: Any) -> Callable[[RunProgress], RunOutcome]:
         """What a run of the plan does."""
-        raise NotImplementedError
 
     def run(
         self,
