@@ -21,6 +21,7 @@ from shoal.core.meter import SINKS, Meter
 from shoal.cost.score import Score
 from shoal.ir import Plan, Report, Watch, errors_of, kind_of
 from shoal.machine.fingerprint import versions
+from shoal.machine.host import peak_memory
 from shoal.plan.saved import check_device, read_report
 from shoal.train.layout import RunDir
 from shoal.train.run_lock import alone
@@ -161,11 +162,8 @@ def run_here(
             raise
         meter.event("end", step=1)
     # Of this process and of the largest of those that worked for it.
-    most = max(
-        resource.getrusage(who).ru_maxrss
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    measured = {"memory_bytes": most * 1024.0, **outcome.measured}
+    children = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    measured = {"memory_bytes": float(max(peak_memory(), children)), **outcome.measured}
     report = kind.report_type(
         plan=plan,
         measured=measured,

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from shoal.core.errors import PlanError
 from shoal.core.parts import table
 from shoal.core.sizes import human_bytes
-from shoal.fields.data.curate.costs import rates_of
 from shoal.fields.data.curate.job import CurateJob, CuratePlan
 from shoal.fields.data.curate.protocols import CurateWork, Curator
 from shoal.fields.data.readers import arrow
+from shoal.fields.data.row_rates import row_rates
 from shoal.fields.data.sources import Source, open_source
 from shoal.fields.data.vectors import dim_of
 from shoal.ir import Interval, Machine
@@ -45,7 +45,7 @@ def plan_curate(job: CurateJob, machine: Machine) -> list[CuratePlan]:
         DataError: the data cannot be read.
     """
     source = source_of(job)
-    rates, sample = rates_of(source, machine)
+    rates, sample = row_rates(source, machine)
     work = CurateWork(
         num_bytes=source.num_bytes,
         rows=source.count(),

@@ -15,27 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_check
 from pydantic import Field
 
 from shoal.core.config import Value
+from shoal.fields.data.row_rates import RowRates
 
 if TYPE_CHECKING:
     from shoal.core.parts import Choice
     from shoal.fields.data.sources import Source
     from shoal.ir import Estimate, Machine
-
-
-class CurateRates(Value):
-    """How fast rows are read and written: of one core of a server, unless they were timed.
-
-    Args:
-        read_s: seconds to read a byte of rows, as it is in memory.
-        write_s: seconds to write one as Parquet.
-        inflate: bytes in memory for each byte as stored.
-        measured: timed on some of the rows, on this machine.
-    """
-
-    read_s: float = 1 / 0.35e9
-    write_s: float = 1 / 0.12e9
-    inflate: float = 1.0
-    measured: bool = False
 
 
 class CurateWork(Value):
@@ -61,7 +46,7 @@ class CurateWork(Value):
     dim: int = 0
     keep: float
     workers: int
-    rates: CurateRates = CurateRates()
+    rates: RowRates = RowRates()
     sample: tuple[Any, ...] = Field(default=(), exclude=True, repr=False)
 
 

@@ -6,17 +6,8 @@ processor; for a machine that is only described they follow from its peak rate.
 
 from __future__ import annotations
 
-import io
-import json
-import time
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
-from shoal.core.config import parse
-from shoal.core.errors import ConfigError
-from shoal.core.files import shoal_home, write_json
 from shoal.core.native import cpu_model
 from shoal.core.random import generator
 from shoal.fields.data.dedupe.protocols import DedupeRates, DedupeWork
@@ -24,6 +15,7 @@ from shoal.fields.data.minhash.hasher import MinHasher, text_digests
 from shoal.fields.data.minhash.lsh import KeyedRows, RowClusters, sorted_runs
 from shoal.fields.data.readers import arrow
 from shoal.fields.data.sources import SHARD_BYTES
+from shoal.fields.rates import kept_rates, least_seconds
 from shoal.ir import Estimate, Interval, Machine
 
 # Bytes of text of a word with its space, of English and of program text alike.
@@ -38,8 +30,6 @@ _QUESTIONS, _CONTAINED, _LARGEST, _SPREAD_LAKE = 4.0, 3.0, 10.0, 4.0
 # Rates of one core with AVX-512 at 2.6 GHz, in floating-point peak 83 GFLOP/s; others by that.
 _KNOWN = 83e9
 _CORE = {
-    "read": 0.4e9,
-    "write": 0.1e9,
     "shingles": 1.5e7,
     "slots": 3e9,
     "digest": 2.5e8,
@@ -50,7 +40,7 @@ _CORE = {
 
 def shingles_of(work: DedupeWork) -> float:
     """About how many shingles the data has."""
-    return work.num_bytes / (_WORD if work.unit == "words" else 1.0)
+    return work.size / (_WORD if work.unit == "words" else 1.0)
 
 
 def row_estimate(
@@ -66,19 +56,19 @@ def row_estimate(
         key_bytes: of memory for each row while a band is sorted.
     """
     workers = max(1, min(work.workers, machine.device.num_cores or work.workers))
-    rates = work.rates
+    rates, shard = work.rates, SHARD_BYTES * max(1.0, work.reading.inflate)
     terms = {
-        "read": 2 * work.num_bytes / rates.read / workers,
+        "read": 2 * work.size * work.reading.read_s / workers,
         "compute": compute_s / workers,
         "sort": bands * work.rows / rates.sort,
-        "write": work.num_bytes / rates.write / workers,
+        "write": work.size * work.reading.write_s / workers,
     }
     total, spread = sum(terms.values()), 1 + rates.spread
     return Estimate(
         step_s=Interval(value=total, low=total / spread, high=total * spread),
         terms_s=terms,
         memory_bytes={
-            "shards": min(work.num_bytes, SHARD_BYTES) * _COPIES * workers,
+            "shards": min(work.size, shard) * _COPIES * workers,
             "rows": (key_bytes + 16.0) * work.rows,
         },
     )
@@ -97,8 +87,8 @@ def lake_estimate(work: DedupeWork, machine: Machine, *, full: bool) -> Estimate
     terms = {
         "footers": work.tables / rates.probe,
         "samples": _QUESTIONS * work.tables / rates.probe,
-        "rows": (_CONTAINED if full else 0.0) * work.num_bytes / rates.read / workers,
-        "recipes": 2 * work.num_bytes / rates.read,
+        "rows": (_CONTAINED if full else 0.0) * work.num_bytes * work.reading.read_s / workers,
+        "recipes": 2 * work.num_bytes * work.reading.read_s,
     }
     total, spread = sum(terms.values()), 1 + max(rates.spread, _SPREAD_LAKE)
     largest = work.num_bytes / max(work.tables, 1) * _LARGEST
@@ -116,7 +106,7 @@ def rates_of(machine: Machine) -> DedupeRates:
         ConfigError: the file of what was timed is damaged.
     """
     if machine.fingerprint.get("cpu") == cpu_model():
-        return _kept()
+        return kept_rates("dedupe.json", cpu_model(), DedupeRates, timed)
     cores = max(machine.device.num_cores or 1, 1)
     flops = machine.device.peak_flops.get("fp32", _KNOWN * cores) / cores
     if machine.device.kind == "gpu":  # its host is not described; a core of a server
@@ -124,23 +114,6 @@ def rates_of(machine: Machine) -> DedupeRates:
     share = min(max(flops / _KNOWN, 0.1), 2.0)
     scaled = {name: share * rate for name, rate in _CORE.items()}
     return DedupeRates(**scaled, spread=_SPREAD_DERIVED, measured=False)
-
-
-def _kept() -> DedupeRates:
-    path = shoal_home() / "dedupe.json"
-    known: dict[str, Any] = {}
-    if path.exists():
-        try:
-            known = json.loads(path.read_bytes())
-            if cpu_model() in known:
-                return parse(DedupeRates, known[cpu_model()], where=str(path))
-        except (OSError, ValueError, TypeError, ConfigError) as cause:
-            raise ConfigError(
-                f"{path}: cannot be read ({cause}); remove it, and it is measured again"
-            ) from cause
-    result = timed()
-    write_json(path, {**known, cpu_model(): result.model_dump()})
-    return result
 
 
 def timed(documents: int = 4000) -> DedupeRates:
@@ -155,19 +128,10 @@ def timed(documents: int = 4000) -> DedupeRates:
     texts = arrow().array(lines, arrow().large_string())
     size, shingles = sum(map(len, lines)), documents * 96.0
     few, many = MinHasher(16), MinHasher(144)
-    short = _least(lambda: few.signatures(texts))
-    longer = _least(lambda: many.signatures(texts))
+    short = least_seconds(lambda: few.signatures(texts))[0]
+    longer = least_seconds(lambda: many.signatures(texts))[0]
     slots = 128 * shingles / max(longer - short, 1e-9)
-    digest = size / _least(lambda: text_digests(texts))
-    table, file = arrow().table({"text": texts}), io.BytesIO()
-
-    def write() -> None:
-        file.seek(0)
-        arrow("parquet").write_table(table, file, compression="zstd")
-
-    written = size / _least(write)
-    stored = "".join(json.dumps({"text": line}) + "\n" for line in lines).encode()
-    read = size / _least(lambda: arrow("json").read_json(io.BytesIO(stored)))
+    digest = size / least_seconds(lambda: text_digests(texts))[0]
     n = 50 * documents
     keys = draw.integers(0, 2**63, (1, n)).astype(np.uint64)
     rows = np.arange(n)
@@ -178,23 +142,11 @@ def timed(documents: int = 4000) -> DedupeRates:
             clusters.unite_equal(some, of)
 
     return DedupeRates(
-        read=read,
-        write=written,
         shingles=shingles / max(short - 16 * shingles / slots, 1e-9),
         slots=slots,
         digest=digest,
-        sort=n / _least(sort),
+        sort=n / least_seconds(sort)[0],
         probe=_CORE["probe"],
         spread=_SPREAD_TIMED,
         measured=True,
     )
-
-
-def _least(run: Callable[[], Any], times: int = 3) -> float:
-    """Seconds of the quickest of a few runs."""
-    seconds = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)

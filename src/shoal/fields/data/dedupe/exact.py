@@ -32,7 +32,7 @@ class ExactText:
     def estimate(self, work: DedupeWork, machine: Machine) -> Estimate:
         """Reading twice, hashing the text, sorting once, writing."""
         return row_estimate(
-            work, machine, compute_s=work.num_bytes / work.rates.digest, bands=1, key_bytes=16.0
+            work, machine, compute_s=work.size / work.rates.digest, bands=1, key_bytes=16.0
         )
 
     def finds(self, work: DedupeWork) -> float:

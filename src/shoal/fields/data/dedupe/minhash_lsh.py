@@ -100,7 +100,7 @@ class MinHashLSH:
         cut, shingles = self.cut(work.threshold), shingles_of(work)
         compute = shingles / work.rates.shingles + shingles * self.num_perm / work.rates.slots
         if self.verify:  # the shingles of candidates, once more
-            compute += 0.3 * (shingles / work.rates.shingles + work.num_bytes / work.rates.read)
+            compute += 0.3 * (shingles / work.rates.shingles + work.size * work.reading.read_s)
         return row_estimate(
             work,
             machine,

@@ -12,6 +12,7 @@ from shoal.fields.data.dedupe.costs import rates_of
 from shoal.fields.data.dedupe.job import DedupeJob, DedupePlan
 from shoal.fields.data.dedupe.protocols import Compared, Deduper, DedupeWork
 from shoal.fields.data.readers import arrow
+from shoal.fields.data.row_rates import RowRates, row_rates
 from shoal.fields.data.sources import Source, open_source
 from shoal.ir import Interval, Machine
 
@@ -97,11 +98,12 @@ def plan_dedupe(job: DedupeJob, machine: Machine) -> list[DedupePlan]:
 
 def _work_of(job: DedupeJob, machine: Machine, compared: Compared) -> tuple[DedupeWork, int | None]:
     """What the estimates read, and the rows where they are known."""
-    rows = None
+    rows, reading = None, RowRates()
     if compared == "rows":
         source = source_of(job)
         text_columns(source, job)
         num_bytes, rows = source.num_bytes, source.count()
+        reading, _ = row_rates(source, machine)
         tables = 1
     elif job.data == "stdlib":
         num_bytes, tables = open_source(job.data).num_bytes, 1
@@ -111,13 +113,16 @@ def _work_of(job: DedupeJob, machine: Machine, compared: Compared) -> tuple[Dedu
     work = DedupeWork(
         compared=compared,
         num_bytes=num_bytes,
-        rows=float(rows) if rows is not None else num_bytes / _ROW_BYTES,
+        rows=float(rows)
+        if rows is not None
+        else num_bytes * reading.inflate / (reading.row_bytes or _ROW_BYTES),
         tables=tables,
         threshold=job.threshold,
         unit=job.unit,
         ngram=job.ngram,
         workers=job.workers,
         rates=rates_of(machine),
+        reading=reading,
     )
     return work, rows
 
@@ -162,7 +167,7 @@ def _plan(
             f"rates {basis}",
             *(
                 (f"rows: {_ROW_BYTES:g} bytes each, assumed",)
-                if rows is None and method.compared == "rows"
+                if rows is None and method.compared == "rows" and not work.reading.row_bytes
                 else ()
             ),
         ),

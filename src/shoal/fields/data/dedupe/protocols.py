@@ -23,6 +23,7 @@ from typing import (
 )
 
 from shoal.core.config import Value
+from shoal.fields.data.row_rates import RowRates
 
 if TYPE_CHECKING:
     from shoal.core.parts import Choice
@@ -38,8 +39,6 @@ class DedupeRates(Value):
     """How fast one process of a machine is.
 
     Args:
-        read: bytes of stored text that become Arrow in a second.
-        write: bytes of text that are written as Parquet in a second.
         shingles: shingles cut and hashed in a second.
         slots: images of a shingle under a hash function in a second.
         digest: bytes of text whose words are hashed in a second.
@@ -49,8 +48,6 @@ class DedupeRates(Value):
         measured: on this machine, or derived from its description.
     """
 
-    read: float
-    write: float
     shingles: float
     slots: float
     digest: float
@@ -73,6 +70,7 @@ class DedupeWork(Value):
         ngram: units of a shingle.
         workers: shards that are in work at a time.
         rates: of one process.
+        reading: how fast rows are read and written.
     """
 
     compared: Compared
@@ -84,6 +82,12 @@ class DedupeWork(Value):
     ngram: int
     workers: int
     rates: DedupeRates
+    reading: RowRates = RowRates()
+
+    @property
+    def size(self) -> float:
+        """Bytes of the rows in memory."""
+        return self.num_bytes * self.reading.inflate
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,13 @@ a server.
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
 from typing import Any
 
-from shoal.core.config import parse
-from shoal.core.errors import ConfigError
-from shoal.core.files import shoal_home, write_json
 from shoal.core.native import cpu_model
 from shoal.core.random import generator
 from shoal.fields.data.logs.formats import GENERAL, LogFormat
 from shoal.fields.data.logs.protocols import LogRates, LogWork
+from shoal.fields.rates import kept_rates, least_seconds
 from shoal.ir import Machine
 
 # Bytes and tokens of a line, and share of distinct masked lines, about, where no sample says.
@@ -44,20 +39,7 @@ def rates_of(machine: Machine) -> LogRates:
     """
     if machine.fingerprint.get("cpu") != cpu_model():
         return _SERVER
-    path = shoal_home() / "logs.json"
-    known: dict[str, Any] = {}
-    if path.exists():
-        try:
-            known = json.loads(path.read_bytes())
-            if cpu_model() in known:
-                return parse(LogRates, known[cpu_model()], where=str(path))
-        except (OSError, ValueError, TypeError, ConfigError) as cause:
-            raise ConfigError(
-                f"{path}: cannot be read ({cause}); remove it, and it is measured again"
-            ) from cause
-    result = timed()
-    write_json(path, {**known, cpu_model(): result.model_dump()})
-    return result
+    return kept_rates("logs.json", cpu_model(), LogRates, timed)
 
 
 def timed(lines: int = _LINES) -> LogRates:
@@ -74,22 +56,22 @@ def timed(lines: int = _LINES) -> LogRates:
 
     form = LogFormat("timed", "<Date> <Time> <Level>: <Content>")
     text = _made_up(lines)
-    read_s, block = _least(lambda: block_of(text, form))
+    read_s, block = least_seconds(lambda: block_of(text, form))
     column = block.field(-1)
-    _least(lambda: masked(column, GENERAL), 1)
-    mask_s, clean = _least(lambda: masked(column, GENERAL))
+    least_seconds(lambda: masked(column, GENERAL), 1)
+    mask_s, clean = least_seconds(lambda: masked(column, GENERAL))
     parser = DrainParser()
 
     def mine() -> Any:
         miner = parser.open()
         return miner.add(clean), miner.finish()
 
-    tree_s, (ids, mined) = _least(mine)
+    tree_s, (ids, mined) = least_seconds(mine)
     slow = IPLoM().open()
-    python_s, _ = _least(lambda: (slow.add(column), slow.finish()), 1)
+    python_s, _ = least_seconds(lambda: (slow.add(column), slow.finish()), 1)
     writer = EventWriter(form)
-    write_s, _ = _least(lambda: writer.table(block, mined.ids[ids], mined.templates, 0))
-    pack_s, _ = _least(lambda: packed_block(text, form), 1)
+    write_s, _ = least_seconds(lambda: writer.table(block, mined.ids[ids], mined.templates, 0))
+    pack_s, _ = least_seconds(lambda: packed_block(text, form), 1)
     tokens = sum(len(line.split()) for line in clean.to_pylist())
     return LogRates(
         read_s=read_s / len(text),
@@ -137,13 +119,3 @@ def _made_up(lines: int) -> bytes:
         "2024-01-01 10:00:01 INFO: closing /var/lib/app/{}/{} after {} writes and {} reads",
     )
     return "".join(f"{texts[at % 3].format(*row)}\n" for at, row in enumerate(numbers)).encode()
-
-
-def _least(run: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
-    """Seconds of the quickest of a few runs, and what the last of them gave."""
-    seconds = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        result = run()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds), result

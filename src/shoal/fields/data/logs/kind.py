@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.data.logs.job import ParseLogsJob, ParseLogsPlan, ParseLogsReport
-from shoal.ir import Flag, Interval, Machine, Quantity, Watch
+from shoal.fields.kinds import KindHere
+from shoal.ir import Flag, Machine, Quantity
+
+if TYPE_CHECKING:
+    from shoal.fields.running import RunOutcome, RunProgress
 
 # Templates of the table.
 _SHOWN = 8
 
 
 @part
-class ParseLogsKind:
+class ParseLogsKind(KindHere):
     """Find the templates of a log; or anomalies; or pack it."""
 
     summary: ClassVar = "find the templates of logs, and anomalies; or pack them"
@@ -59,32 +63,11 @@ class ParseLogsKind:
 
         return plan_logs(job, machine)
 
-    def run(
-        self,
-        plan: ParseLogsPlan,
-        directory: Path,
-        *,
-        resume: bool = False,
-        watch: Watch | None = None,
-        anyway: bool = False,
-    ) -> ParseLogsReport:
+    def work(self, plan: ParseLogsPlan) -> Callable[[RunProgress], RunOutcome]:
         """Parse, pack or unpack in this process; a run that was stopped reads the log again."""
         from shoal.fields.data.logs.execute import execute
-        from shoal.fields.running import run_here
 
-        work = partial(execute, plan)
-        report = run_here(plan, directory, work, resume=resume, watch=watch, anyway=anyway)
-        return cast(ParseLogsReport, report)
-
-    def report(self, plan: ParseLogsPlan, directory: Path) -> ParseLogsReport:
-        """None before the end: templates change until the last line."""
-        from shoal.fields.running import report_at_end
-
-        return cast(ParseLogsReport, report_at_end(plan, directory))
-
-    def predictions(self, plan: ParseLogsPlan) -> Mapping[str, Interval]:
-        """Time, rate, memory, and the accuracy that is published for the parser."""
-        return plan.predicted
+        return partial(execute, plan)
 
     def describe(self, plan: ParseLogsPlan) -> str:
         """The parser with its options, and what else is done."""

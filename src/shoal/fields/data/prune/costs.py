@@ -7,14 +7,10 @@ machine that is only described it follows from its peak rate.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any
-
 from shoal.core.native import cpu_model
 from shoal.core.random import generator
 from shoal.fields.data.prune.protocols import PruneRates, ScoreWork
-from shoal.fields.rates import kept_rates
+from shoal.fields.rates import kept_rates, least_seconds
 from shoal.ir import Estimate, Interval, Machine
 
 # Half-widths: of a sum of timed rates on a shared machine, and of derived ones.
@@ -75,10 +71,10 @@ def timed() -> PruneRates:
     X, y = draw.standard_normal((2000, 64)).astype("float32"), draw.integers(0, 10, 2000)
     networks = SmallNetworks(10, 64, 10)
     steps = 30
-    training = _least(lambda: networks.train(X, y, steps=steps))
-    middles = _least(lambda: centroids(X, 10, 0))
+    training = least_seconds(lambda: networks.train(X, y, steps=steps))[0]
+    middles = least_seconds(lambda: centroids(X, 10, 0))[0]
     texts = [one.text for one, _ in zip(Stdlib().documents(), range(20), strict=False)]
-    hashing = _least(lambda: hashed(texts))
+    hashing = least_seconds(lambda: hashed(texts))[0]
     return PruneRates(
         mac_s=training / training_macs(10, steps, 0, 64, 10),
         distance_s=middles / (10 * 60.0 * X.size),
@@ -86,13 +82,3 @@ def timed() -> PruneRates:
         spread=_SPREAD_TIMED,
         measured=True,
     )
-
-
-def _least(run: Callable[[], Any], times: int = 3) -> float:
-    """Seconds of the quickest of a few runs."""
-    seconds = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
