@@ -138,6 +138,7 @@ def test_a_run(data: Path, tmp_path: Path) -> None:
     assert report.measured["loss"] == pytest.approx(to.min(1).sum(), rel=1e-5)
     assert medoids["sizes"] == np.bincount(labels["label"], minlength=8).tolist()
     assert (tmp_path / "run" / "clusters.svg").read_text().startswith("<svg")
+    assert (tmp_path / "run" / "map.svg").read_text().count("<circle") >= 2
     kinds = [event["kind"] for event in read_events(tmp_path / "run" / "events.jsonl")]
     assert kinds[0] == "start"
     assert "end" in kinds

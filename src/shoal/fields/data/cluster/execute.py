@@ -15,6 +15,7 @@ from shoal.core.files import write_atomic, write_json
 from shoal.core.parts import Choice, table
 from shoal.fields.data.cluster.inputs import objects_of
 from shoal.fields.data.cluster.job import ClusterJob
+from shoal.fields.data.cluster.picture import cluster_map
 from shoal.fields.data.cluster.protocols import ClusteringProblem, State
 from shoal.fields.data.cluster.solve import ClusteringSolution, solve
 from shoal.fields.running import RunOutcome, RunProgress
@@ -55,6 +56,8 @@ def execute(job: ClusterJob, choice: Choice, progress: RunProgress) -> RunOutcom
     result = solution.result
     total_s = progress.seconds - read_s
     _write(solution, progress.directory)
+    picture = cluster_map(objects, solution.labels, job.seed)
+    write_atomic(progress.directory / "map.svg", picture)
     return RunOutcome(
         measured={
             "total_s": total_s,

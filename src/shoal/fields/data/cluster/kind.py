@@ -84,7 +84,7 @@ class ClusterKind(KindHere):
         lines = [
             f"labels:  {directory / 'labels.parquet'}",
             f"medoids: {directory / 'medoids.json'}",
-            f"picture: {directory / 'clusters.svg'}",
+            f"map:     {directory / 'map.svg'}, sizes: {directory / 'clusters.svg'}",
         ]
         if not report.details.get("converged", True):
             lines.append("the search stopped at its limit")

@@ -79,6 +79,15 @@ class CurateKind(KindHere):
                 right=" rrrr ",
             )
         ]
+        examples = [
+            (stage["name"], _short(text), why)
+            for stage in stages
+            for text, why in stage.get("examples", [])[:_EXAMPLES]
+        ]
+        if examples:
+            blocks.append(
+                table_of("examples", ("stage", "dropped or changed", "why"), examples, right="   ")
+            )
         if effect := report.details.get("effect"):
             blocks.append(_effect(effect))
         blocks.append(f"kept: {directory / 'kept'}/*.parquet")
@@ -92,8 +101,13 @@ class CurateKind(KindHere):
         return blocks
 
 
-# Reasons and counts of a stage that are shown.
-_SHOWN = 3
+# Reasons and counts of a stage that are shown; its examples, and letters of each.
+_SHOWN, _EXAMPLES, _LETTERS = 3, 2, 60
+
+
+def _short(text: str) -> str:
+    whole = " ".join(text.split())
+    return whole if len(whole) <= _LETTERS else whole[: _LETTERS - 1] + "…"
 
 
 def _most_often(counts: Mapping[str, int]) -> str:
