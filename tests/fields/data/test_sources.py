@@ -168,7 +168,7 @@ def test_a_shard_whose_worker_is_killed_is_done_once(tmp_path: Path) -> None:
     assert set(calls.values()) == {"x"}
     assert len(calls) == len(shards)
     # What is done is not done again.
-    (place / "000001.json").unlink()
+    (place / ".000001.json").unlink()
     again = map_shards(counted, shards, place, shared=tmp_path / "died")
     assert again == results
     assert sorted(path.read_text() for path in place.glob("*.calls"))[-1] == "xx"

@@ -56,7 +56,7 @@ def map_shards(
     done = len(shards) - len(waiting)
     tick(done, len(shards))
     for at, result in _results(function, shards, waiting, directory, pool, workers, shared):
-        write_json(directory / f"{at:06}.json", result)
+        write_json(_mark(directory, at), result)
         results[at] = result
         done += 1
         tick(done, len(shards))
@@ -109,9 +109,14 @@ def _call(
         raise
 
 
+def _mark(directory: Path, at: int) -> Path:
+    """Hidden, so that the directory holds data alone for whoever reads it next."""
+    return directory / f".{at:06}.json"
+
+
 def _done(directory: Path, at: int) -> dict[str, Any] | None:
     try:
-        result: dict[str, Any] = json.loads((directory / f"{at:06}.json").read_bytes())
+        result: dict[str, Any] = json.loads(_mark(directory, at).read_bytes())
     except (FileNotFoundError, ValueError):
         return None
     return result
