@@ -256,3 +256,15 @@ def test_a_later_word_completes_an_earlier_one(tmp_path: Path) -> None:
 def test_what_no_word_completes_is_blamed_on_its_own() -> None:
     with pytest.raises(ConfigError, match=r"^--set name: path: expected a directory"):
         resolve(Stored, environment={}, sets=["name=medusa", "name=eagle"])
+
+
+class Needy(Value):
+    data: str
+    keep: float = 1.0
+
+
+def test_what_is_wrong_is_said_before_what_is_missing() -> None:
+    with pytest.raises(UnknownKeyError, match=r"^environment SHOAL_KEEEP: keeep: no such key"):
+        resolve(Needy, environment={"SHOAL_KEEEP": "1"}, flags={"data": "digits"})
+    with pytest.raises(ConfigError, match=r"data: missing"):
+        resolve(Needy, environment={"SHOAL_KEEP": "1"})

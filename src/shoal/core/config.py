@@ -25,7 +25,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from shoal.core.errors import ConfigError, MachineError, ShoalError
 from shoal.core.files import parse_yaml, read_yaml, to_yaml, write_atomic
-from shoal.core.parts import Choice, explain, keys_at, options_of, table
+from shoal.core.parts import Choice, explain, first_error, keys_at, options_of, table
 
 # Environment variables of the product that are not keys of a configuration.
 RESERVED = frozenset(
@@ -116,7 +116,7 @@ def parse(cls: type[_V], raw: Any, *, where: str) -> _V:
     try:
         return cls.model_validate(raw)
     except ValidationError as cause:
-        location = cause.errors()[0]["loc"][:-1]
+        location = first_error(cause)["loc"][:-1]
         complaint: ShoalError = explain(cause, "", known=keys_at(cls, location))
     except (ConfigError, MachineError) as cause:  # from a validator of the value itself
         complaint = cause

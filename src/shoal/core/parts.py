@@ -48,6 +48,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from shoal.core.bounds import check_bounds, in_words
 from shoal.core.errors import ConfigError, UnknownKeyError, UnknownPartError, suggestion
@@ -397,7 +398,7 @@ def explain(cause: ValidationError, where: str, known: tuple[str, ...] = ()) -> 
         where: the place of the validated value in the whole configuration.
         known: the keys that exist at the top, for spelling hints.
     """
-    first = cause.errors(include_url=False)[0]
+    first = first_error(cause)
     place = ".".join([where, *(str(piece) for piece in first["loc"])]).strip(".")
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         key = str(first["loc"][-1])
@@ -413,6 +414,12 @@ def explain(cause: ValidationError, where: str, known: tuple[str, ...] = ()) -> 
     else:
         reason = first["msg"][0].lower() + first["msg"][1:]
     return ConfigError(f"{place} = {first['input']!r}: {reason}")
+
+
+def first_error(cause: ValidationError) -> ErrorDetails:
+    """What is wrong in what was given; only if nothing is, what was not given."""
+    errors = cause.errors(include_url=False)
+    return next((one for one in errors if one["type"] != "missing"), errors[0])
 
 
 def _choice(value: str | Mapping[str, Any], where: str) -> Choice:

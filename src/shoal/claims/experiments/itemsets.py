@@ -17,19 +17,7 @@ from typing import Any
 import numpy as np
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.experiments.itemset_runs import (
-    choice_of,
-    different,
-    fastest_of_pyfim,
-    frame_of,
-    mined,
-    mlxtend,
-    operations,
-    ours,
-    pyfim,
-    race_of,
-    seconds_of,
-)
+from shoal.claims.experiments import itemset_runs as runs
 from shoal.claims.experiments.itemset_shapes import planted, shapes
 from shoal.claims.frame import ClaimRun
 from shoal.core.extras import import_extra
@@ -58,25 +46,25 @@ class ItemsetsClaim(BaseClaim, row=87, needs=("c++", "fim", "mlxtend")):
         """Whether all agree; the full run times six shapes, then the cells of the generator."""
         fim: Any = import_extra("fim", extra="bench", purpose="the peer of the claim")
         sizes = [planted(4000, size, 0.5) for size in (8, 14)]
-        few, many = (operations(run.pick("apriori", "eclat"), shape) for shape in sizes)
-        base, more = (operations("eclat", shape) for shape in sizes)
+        few, many = (runs.operations(run.pick("apriori", "eclat"), shape) for shape in sizes)
+        base, more = (runs.operations("eclat", shape) for shape in sizes)
         run.put("operations_growth", (many / few) / (more / base))
         if run.quick:
-            run.put("different", different(fim, planted(4000, 12, 0.5)))
+            run.put("different", runs.different(fim, planted(4000, 12, 0.5)))
             return
         wrong, choices = 0, []
         for name, shape in run.remember("shapes", shapes).items():
             run.progress(f"timing {name}", 0.1)
-            wrong += run.remember(f"{name} agrees", partial(different, fim, shape))
-            fastest = run.remember(f"{name} peer", partial(fastest_of_pyfim, fim, shape))
-            method, theirs = partial(ours, shape), partial(pyfim, fim, fastest, shape)
-            run.put(f"over_pyfim_{name}", *race_of(run, method, theirs, self.pairs))
+            wrong += run.remember(f"{name} agrees", partial(runs.different, fim, shape))
+            fastest = run.remember(f"{name} peer", partial(runs.fastest_of_pyfim, fim, shape))
+            method, theirs = partial(runs.ours, shape), partial(runs.pyfim, fim, fastest, shape)
+            run.put(f"over_pyfim_{name}", *runs.race_of(run, method, theirs, self.pairs))
             run.details[f"pyfim_{name}"] = fastest
-            choices.append(choice_of(run, shape, self.pairs))
+            choices.append(runs.choice_of(run, shape, self.pairs))
         shape = run.remember("shapes", shapes)["planted"]
-        frame = run.remember("frame", partial(frame_of, shape))
-        slow = partial(mlxtend, frame, shape)
-        run.put("over_mlxtend", *race_of(run, partial(ours, shape), slow, self.pairs))
+        frame = run.remember("frame", partial(runs.frame_of, shape))
+        slow = partial(runs.mlxtend, frame, shape)
+        run.put("over_mlxtend", *runs.race_of(run, partial(runs.ours, shape), slow, self.pairs))
         worst = max(choices, key=lambda pair: float(np.median(np.divide(*pair))))
         run.put("chosen_over_fastest", *worst)
         run.put("different", wrong + self._cells(run, fim))
@@ -88,13 +76,16 @@ class ItemsetsClaim(BaseClaim, row=87, needs=("c++", "fim", "mlxtend")):
             run.progress(f"baskets of {size}, {share:.0%} planted", 0.6)
             shape = planted(self.baskets, size, share)
             problem = MiningProblem(from_lists(shape.rows), shape.least, max_itemsets=_MOST)
-            arms = mined(problem)
+            arms = runs.mined(problem)
             try:
                 first, *others = [arm() for arm in arms.values()]
             except TooManyError:
                 continue
             wrong += sum(not first.same_as(other) for other in others)
-            fits = {one: partial(seconds_of, partial(ours, shape, one)) for one in (*arms, "auto")}
+            fits = {
+                one: partial(runs.seconds_of, partial(runs.ours, shape, one))
+                for one in (*arms, "auto")
+            }
             said = run.turns(fits, 3)
             medians = {one: float(np.median(taken)) for one, taken in said.items()}
             near.append(float(medians["auto"] <= 1.3 * min(medians[one] for one in arms)))
@@ -113,15 +104,15 @@ class ItemsetsClaim(BaseClaim, row=87, needs=("c++", "fim", "mlxtend")):
         for size in (10, widest):
             shape = planted(self.baskets, size, 0.5)
             problem = MiningProblem(from_lists(shape.rows), shape.least)
-            for name, arm in mined(problem, names).items():
-                arms[f"{name} {size}"] = partial(seconds_of, arm)
+            for name, arm in runs.mined(problem, names).items():
+                arms[f"{name} {size}"] = partial(runs.seconds_of, arm)
         said = run.turns(arms, self.pairs, warmup=1)
         grown = {name: np.divide(said[f"{name} {widest}"], said[f"{name} 10"]) for name in names}
         run.put("growth", grown["method"], np.maximum(grown["eclat"], grown["fpgrowth"]))
         run.details["widest"] = widest
         peer = {
-            "ours": partial(seconds_of, partial(ours, shape, "apriori")),
-            "theirs": partial(seconds_of, partial(pyfim, fim, "apriori", shape)),
+            "ours": partial(runs.seconds_of, partial(runs.ours, shape, "apriori")),
+            "theirs": partial(runs.seconds_of, partial(runs.pyfim, fim, "apriori", shape)),
         }
         beside = run.remember("peer", partial(run.turns, peer, 5))
         run.put_peer("growth", beside["ours"], beside["theirs"])

@@ -10,8 +10,6 @@ run in one process. The A/A run has drain3, zstd, and lines that are masked and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -25,16 +23,22 @@ from shoal.claims.experiments.logs_data import (
     resampled,
     sample,
     samples_in,
+    sessions_with_errors,
+)
+from shoal.claims.experiments.logs_runs import (
+    all_of,
+    drain3_over,
+    grouping,
+    packed_sizes,
+    parsed,
+    scored,
 )
 from shoal.claims.frame import ClaimRun
-from shoal.core.extras import import_extra
 from shoal.core.parts import part, table
 from shoal.fields.data.logs.anomalies.groups import EventCollector, detection_f1
-from shoal.fields.data.logs.formats import FORMATS, PLAIN
-from shoal.fields.data.logs.packed.container import packed_block
+from shoal.fields.data.logs.formats import FORMATS
 from shoal.fields.data.logs.parsers.drain import DrainParser
 from shoal.fields.data.logs.reading import block_of, masked
-from shoal.fields.data.logs.score import ParsingScores, scores
 
 _OF_CATALOGUE = ("accuracy_over_published", "packed_over_zstd", "over_drain3", "accuracy_apart")
 _GENERATED = ("HDFS", "BGL", "OpenSSH", "Spark", "Zookeeper")
@@ -56,7 +60,7 @@ class LogsClaim(BaseClaim, row=89, needs=("c++", "zstandard", "drain3")):
         """Count on the samples; the full run times both parsers for some minutes."""
         unmerged = DrainParser(similarity=1.0)
         ours = run.pick(DrainParser(), unmerged)
-        local = [_scored(ours, log) for log in run.remember("local", local_logs)]
+        local = [scored(ours, log) for log in run.remember("local", local_logs)]
         run.put("local_grouping", min(one.grouping_accuracy for one in local))
         run.put("local_parsing", min(one.parsing_accuracy for one in local))
         self._anomalies(run)
@@ -65,7 +69,7 @@ class LogsClaim(BaseClaim, row=89, needs=("c++", "zstandard", "drain3")):
             run.skip("no samples of Loghub: give --data DIR, or set SHOAL_DATA", *_OF_CATALOGUE)
             return
         logs = [sample(path) for path in samples_in(folder).values()]
-        every = {log.name: _scored(ours, log) for log in logs}
+        every = {log.name: scored(ours, log) for log in logs}
         # Published with three digits; so many are compared.
         ahead = [
             math.floor(1000 * one.grouping_accuracy + 0.5) / 1000 - PUBLISHED[name]
@@ -74,21 +78,21 @@ class LogsClaim(BaseClaim, row=89, needs=("c++", "zstandard", "drain3")):
         ]
         run.put("accuracy_over_published", min(ahead))
         run.details["systems"] = {name: one._asdict() for name, one in every.items()}
-        sizes = {log.name: _sizes(log) for log in [*logs, *run.remember("local", local_logs)]}
+        sizes = {log.name: packed_sizes(log) for log in [*logs, *run.remember("local", local_logs)]}
         run.details["bytes"] = sizes
         total = np.array(list(sizes.values())).sum(axis=0)
         run.put("packed_over_zstd", run.pick(total[0], total[1]) / total[1])
         if run.quick:
             return
         made = run.remember("made", lambda: self._made(logs, run.seed))
-        theirs = [_drain3(log) for log in made]
+        theirs = [drain3_over(log) for log in made]
         apart = [
-            abs(_scored(ours, log).grouping_accuracy - _grouping(log, ids()))
+            abs(scored(ours, log).grouping_accuracy - grouping(log, ids()))
             for log, ids in zip(made, theirs, strict=True)
         ]
         run.put("accuracy_apart", max(apart))
-        method = run.pick(lambda: [_ids(DrainParser(), log) for log in made], lambda: _all(theirs))
-        arms = {"method": method, "baseline": lambda: _all(theirs)}
+        method = run.pick(lambda: [parsed(ours, log) for log in made], lambda: all_of(theirs))
+        arms = {"method": method, "baseline": lambda: all_of(theirs)}
         run.progress("timing drain3", 0.4)
         seconds = run.race(arms, self.pairs, warmup=0, swaps={})
         run.put("over_drain3", seconds["method"], seconds["baseline"])
@@ -109,64 +113,9 @@ class LogsClaim(BaseClaim, row=89, needs=("c++", "zstandard", "drain3")):
         collector.add(block, mined.ids[groups])
         found = collector.groups(len(mined.templates))
         labels = np.array([faulty[name] for name in found.names])
-        spoken: set[str] = set()
-        for line in text.decode().splitlines():
-            if "error" in line.lower() and (name := line.find("blk_")) >= 0:
-                spoken.add(line[name:].split()[0].rstrip(","))
+        spoken = sessions_with_errors(text)
         words = np.array([name in spoken for name in found.names])
         detection = table("anomaly_detector").build("pca").detect(found, run.seed)
         by_words = detection._replace(anomalous=words)
         run.put("anomaly_f1", detection_f1(run.pick(detection, by_words), labels))
         run.put("keyword_f1", detection_f1(by_words, labels))
-
-
-def _ids(parser: DrainParser, log: LabelledLog) -> tuple[Any, list[bytes]]:
-    """Template of each line, from the bytes of the contents."""
-    column = block_of(b"\n".join(log.contents) + b"\n", PLAIN).field(-1)
-    miner = parser.suited(log.form.depth, log.form.similarity).open()
-    groups = miner.add(masked(column, log.form.masks))
-    mined = miner.finish()
-    return mined.ids[groups], mined.templates
-
-
-def _scored(parser: DrainParser, log: LabelledLog) -> ParsingScores:
-    ids, templates = _ids(parser, log)
-    return scores(
-        ids, [one.decode("utf-8", "replace") for one in templates], log.ids, log.templates
-    )
-
-
-def _grouping(log: LabelledLog, ids: Any) -> float:
-    return scores(ids, [""] * (max(ids) + 1), log.ids, log.templates).grouping_accuracy
-
-
-def _drain3(log: LabelledLog) -> Callable[[], list[int]]:
-    """The parser drain3 over the same lines, with the same masks and settings."""
-    miner: Any = import_extra("drain3.template_miner", extra="bench", purpose="the peer")
-    config: Any = import_extra("drain3.template_miner_config", extra="bench", purpose="the peer")
-    masking: Any = import_extra("drain3.masking", extra="bench", purpose="the peer")
-    text = b"\n".join(log.contents)
-
-    def run() -> list[int]:
-        settings = config.TemplateMinerConfig()
-        settings.drain_sim_th, settings.drain_depth = log.form.similarity, log.form.depth
-        settings.profiling_enabled, settings.mask_prefix, settings.mask_suffix = False, "<", ">"
-        settings.masking_instructions = [
-            masking.MaskingInstruction(mask, "*") for mask in log.form.masks
-        ]
-        one = miner.TemplateMiner(config=settings)
-        lines = text.decode("utf-8", "replace").split("\n")
-        return [one.add_log_message(line)["cluster_id"] for line in lines]
-
-    return run
-
-
-def _all(arms: list[Callable[[], list[int]]]) -> list[list[int]]:
-    return [arm() for arm in arms]
-
-
-def _sizes(log: LabelledLog) -> tuple[int, int]:
-    """Bytes of a log in the container, and by zstd at level 19."""
-    zstd: Any = import_extra("zstandard", extra="fields", purpose="packing logs")
-    plain = zstd.ZstdCompressor(level=19).compress(log.text)
-    return len(packed_block(log.text, log.form)), len(plain)

@@ -192,6 +192,12 @@ def block_sessions(sessions: int, seed: int) -> tuple[bytes, dict[str, bool]]:
     return text.encode(), faulty
 
 
+def sessions_with_errors(text: bytes) -> set[str]:
+    """Blocks of a log of HDFS of which a line says "error", in small letters or large."""
+    lines = (line for line in text.decode().splitlines() if "error" in line.lower())
+    return {line[line.find("blk_") :].split()[0].rstrip(",") for line in lines if "blk_" in line}
+
+
 def _life(name: str, fault: int, draw: np.random.Generator) -> list[str]:
     def node() -> str:
         return f"10.{draw.integers(250, 252)}.{draw.integers(1, 255)}.{draw.integers(1, 255)}:50010"
