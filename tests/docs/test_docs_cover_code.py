@@ -60,7 +60,8 @@ def _undocumented_parts() -> Iterator[str]:
     """What is missing of each part: its section, the meaning of an option, or advice."""
     pages = sorted((DOCS / "reference" / "parts").glob("*.md"))
     texts = {page.stem: page.read_text() for page in pages}
-    advice = "".join(page.read_text() for page in sorted((DOCS / "rooms").glob("*.md")))
+    places = (DOCS / "rooms", DOCS / "data")
+    advice = "".join(page.read_text() for place in places for page in sorted(place.glob("*.md")))
     for kind, name in PARTS:
         anchor = f"{kind}-{name.replace('_', '-').replace('.', '-')}"
         room = KINDS[kind].split(":")[0].split(".")[1]
