@@ -170,6 +170,24 @@ def test_compiled_functions_are_those_of_numpy(name, monkeypatch) -> None:
 
 
 @given(
+    rows=st.integers(1, 5),
+    states=st.integers(1, 70),
+    temperature=st.sampled_from([1.0, 1.7, 30.0]),
+    scale=st.sampled_from([1e-3, 1.0, 50.0, 1e5]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_posteriors_are_those_of_numpy(rows, states, temperature, scale, seed) -> None:
+    logp = scale * np.random.default_rng(seed).normal(size=(rows, states))
+    found, wanted = logp.copy(), logp.copy()
+    evidence, wanted_evidence = np.empty(rows), np.empty(rows)
+    library().posteriors(found, temperature, evidence)
+    reference.posteriors(wanted, temperature, wanted_evidence)
+    assert found == pytest.approx(wanted, rel=1e-12, abs=0)
+    assert evidence == pytest.approx(wanted_evidence, rel=1e-14)
+
+
+@given(
     rates=st.lists(st.floats(0.01, 0.99), min_size=1, max_size=7),
     most=st.integers(1, 7),
 )

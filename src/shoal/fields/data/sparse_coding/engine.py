@@ -28,6 +28,7 @@ from shoal.core.parts import Choice, table
 from shoal.core.pool import Actor
 from shoal.core.random import generator, seed64
 from shoal.fields.data.sparse_coding.models.common import SAMPLE, batch_points
+from shoal.fields.data.sparse_coding.models.native import library
 from shoal.fields.data.sparse_coding.protocols import (
     CodingParams,
     CodingSums,
@@ -44,9 +45,6 @@ BLOCKS = 16
 
 # A free energy lower by less than this share is the same.
 _SAME = 1e-10
-
-# Log of the least share of a state in the posterior of a point.
-_UNLIKELY = -80.0
 
 Mask = npt.NDArray[np.bool_]
 
@@ -94,25 +92,10 @@ def _batches(data: Floats, space: StateSpace) -> Iterator[Floats]:
 
 
 def _posterior(logp: Floats, temperature: float) -> tuple[Floats, Floats]:
-    """Log likelihood of points, and probabilities of their states at a temperature.
-
-    Args:
-        logp: [B, M]; is changed.
-        temperature: of the probabilities.
-    """
-    most = logp.max(axis=1, keepdims=True)
-    logp -= most
-    # Numbers below what a float64 holds in full make every product with them slow.
-    np.maximum(logp, _UNLIKELY * temperature, out=logp)
-    posterior = np.exp(logp)
-    total = posterior.sum(axis=1, keepdims=True)
-    evidence = (most + np.log(total))[:, 0]
-    if temperature != 1:
-        logp /= temperature
-        np.exp(logp, out=posterior)
-        total = posterior.sum(axis=1, keepdims=True)
-    posterior /= total
-    return evidence, posterior
+    """Log likelihood of points, and probabilities of their states, in the place of ``logp``."""
+    evidence = np.empty(len(logp))
+    library().posteriors(logp, temperature, evidence)
+    return evidence, logp
 
 
 def _added(total: CodingSums, more: CodingSums) -> CodingSums:

@@ -19,6 +19,20 @@ constexpr double kUnlikely = 1e-16;
 constexpr double kTiny = 1e-300;
 constexpr int kMost = 16;  // causes of a combination
 
+// e^x of a number from -700 to 0, to the last bit but one; the loop over it becomes vectors.
+inline double exp_of(double x) {
+    const double k = std::floor(x * 1.4426950408889634 + 0.5);
+    const double r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10;
+    double sum = 1.0 / 6227020800.0;
+    for (const double one : {479001600.0, 39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0,
+                             120.0, 24.0, 6.0, 2.0, 1.0, 1.0})
+        sum = sum * r + 1.0 / one;
+    const int64_t bits = (static_cast<int64_t>(k) + 1023) << 52;
+    double power;
+    std::memcpy(&power, &bits, sizeof power);
+    return sum * power;
+}
+
 template <bool magnitude>
 inline double larger(double a, double b) {
     if (magnitude) return std::fabs(b) > std::fabs(a) ? b : a;
@@ -126,6 +140,27 @@ inline void chosen_of(const int64_t* mine, const int32_t* which, int size, int64
 }  // namespace
 
 extern "C" {
+
+void posteriors(int64_t n, int64_t M, double temperature, double least, double* logp,
+                double* evidence) {
+    for (int64_t i = 0; i < n; ++i) {
+        double* row = logp + i * M;
+        double most = row[0], total = 0;
+        for (int64_t m = 1; m < M; ++m) most = row[m] > most ? row[m] : most;
+        if (temperature != 1) {
+            for (int64_t m = 0; m < M; ++m) total += exp_of(std::max(row[m] - most, -700.0));
+            evidence[i] = most + std::log(total);
+            total = 0;
+        }
+        for (int64_t m = 0; m < M; ++m) {
+            row[m] = exp_of(std::max(row[m] - most, least) / temperature);
+            total += row[m];
+        }
+        if (temperature == 1) evidence[i] = most + std::log(total);
+        const double share = 1 / total;
+        for (int64_t m = 0; m < M; ++m) row[m] *= share;
+    }
+}
 
 void overshoot(int64_t n, int64_t H, int64_t D, const double* data, const double* W, double* out) {
     for (int64_t i = 0; i < n; ++i)

@@ -163,7 +163,8 @@ class DiscreteLinear:
         for at, v in enumerate(self.values):
             logp[:, 1 + at * H : 1 + (at + 1) * H] = v * p - 0.5 * v * v * own
         i, j, _ = space.pairs
-        gram = ready.gram[candidates[:, i], candidates[:, j]]
+        cells = candidates.take(i, axis=1) * H + candidates.take(j, axis=1)
+        gram = ready.gram.take(cells)
         near = np.concatenate([np.take_along_axis(p, candidates, 1), gram], axis=1)
         np.matmul(near, ready.features, out=logp[:, first:])
         logp *= 1 / ready.sigma2
@@ -172,7 +173,7 @@ class DiscreteLinear:
         D = data.shape[1]
         density = -0.5 * square / ready.sigma2 - 0.5 * D * np.log(2 * np.pi * ready.sigma2)
         logp += density[:, None]
-        return JointBatch(logp, candidates, square)
+        return JointBatch(logp, candidates, (square, cells))
 
     def sums(
         self,
@@ -186,16 +187,15 @@ class DiscreteLinear:
         H, first = space.num_components, space.first_combination
         weight = posterior.sum(axis=1)
         means = space.means(posterior, joint.candidates)
-        i, j, products = space.pairs
-        weights = posterior[:, first:] @ products
-        cells = joint.candidates[:, i] * H + joint.candidates[:, j]
+        square, cells = joint.extra
+        weights = posterior[:, first:] @ space.pairs[2]
         upper = np.bincount(cells.ravel(), weights.ravel(), H * H).reshape(H, H)
         second = upper + upper.T - np.diag(np.diagonal(upper))
         single = posterior[:, 1:first].sum(0).reshape(-1, H)
         second[np.arange(H), np.arange(H)] += np.square(self.values) @ single
         return {
             "points": np.asarray(weight.sum()),
-            "square": np.asarray(weight @ joint.extra),
+            "square": np.asarray(weight @ square),
             "mixed": means.T @ data,
             "second": second,
             "values": space.value_counts(posterior),

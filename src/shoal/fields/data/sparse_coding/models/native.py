@@ -32,6 +32,11 @@ class CompiledCausesKernels:
     def __init__(self, native: ctypes.CDLL) -> None:
         self._native = native
 
+    def posteriors(self, logp: Floats, temperature: float, evidence: Floats) -> None:
+        """See :func:`~shoal.fields.data.sparse_coding.models.reference.posteriors`."""
+        numbers = c_double(temperature), c_double(reference.UNLIKELY * temperature)
+        self._call("posteriors", *logp.shape, *numbers, _at(logp), _at(evidence))
+
     def overshoot(self, data: Floats, W: Floats, out: Floats) -> None:
         """See :func:`~shoal.fields.data.sparse_coding.models.reference.overshoot`."""
         self._call("overshoot", len(data), *W.shape, _at(data), _at(W), _at(out))

@@ -14,6 +14,28 @@ from shoal.fields.data.sparse_coding.protocols import Floats, Ids
 Ints = npt.NDArray[np.int32]
 
 
+UNLIKELY = -80.0
+"""Log of the least share of a state in the posterior of a point: numbers below what a float64 holds
+in full make every product with them slow."""
+
+
+def posteriors(logp: Floats, temperature: float, evidence: Floats) -> None:
+    """Log likelihoods of points, and probabilities of their states at a temperature.
+
+    Args:
+        logp: [B, M], log of the joint probabilities; receives the posteriors.
+        temperature: of the posteriors.
+        evidence: [B], receives the log likelihoods.
+    """
+    most = logp.max(axis=1, keepdims=True)
+    logp -= most
+    np.maximum(logp, UNLIKELY * temperature, out=logp)
+    evidence[:] = most[:, 0] + np.log(np.exp(logp).sum(axis=1))
+    logp /= temperature
+    np.exp(logp, out=logp)
+    logp /= logp.sum(axis=1, keepdims=True)
+
+
 def overshoot(data: Floats, W: Floats, out: Floats) -> None:
     """How much of each component lies above each point.
 
