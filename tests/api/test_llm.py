@@ -421,6 +421,7 @@ def test_bad_models(directory, tmp_path):
         LLM(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_cache_cannot_hold_ends_the_call_and_not_the_model(directory):
     with LLM(directory, threads=1, kv_tokens=64) as opened:
         with pytest.raises(ServeError, match=r"cmpl-.*64"):
@@ -429,6 +430,7 @@ def test_a_prompt_that_the_cache_cannot_hold_ends_the_call_and_not_the_model(dir
         assert len(opened.generate(["a"], GREEDY)[0].outputs[0].token_ids) == 12
 
 
+@pytest.mark.slow
 def test_a_closed_model_refuses_work(directory):
     before = torch.get_num_threads()
     with LLM(directory, threads=2, kv_tokens=512) as opened:

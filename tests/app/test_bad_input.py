@@ -141,6 +141,7 @@ def saved() -> dict[str, object]:
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "value", "parts"),
     [
@@ -169,6 +170,7 @@ def test_a_plan_that_is_not_for_here(
     refused("train", "--plan", "plan.yaml", parts=parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probed", [True, False])
 def test_a_plan_for_gpus_does_not_run_on_a_cpu(
     probed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -197,6 +199,7 @@ def test_a_plan_for_another_machine_can_be_launched_there() -> None:
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_settings_of_its_job() -> None:
     words = ["plan", "train", "shoal-4m", "-m", "laptop", "--tokens", "9M", "--out", "plan.yaml"]
     assert RUN.invoke(app, words).exit_code == 0

@@ -162,6 +162,7 @@ def test_bad_data(home: Path, tmp_path: Path, make: object, parts: tuple[str, ..
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_launch_files_are_written(home: Path, tmp_path: Path) -> None:
     done = shoal(home, "train", "--launch", "slurm", "--dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr

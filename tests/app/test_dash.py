@@ -413,6 +413,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_prints_its_address_and_ends(home: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "shoal", "dash", "--no-open", "--results", str(tmp_path)]
     words += ["--port", "0"]

@@ -31,6 +31,7 @@ def test_bad_input_is_used_or_refused(place: Path) -> None:
     drawn_input.every()
 
 
+@pytest.mark.slow
 def test_bad_input_is_used_or_refused_without_torch(place: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; import drawn_input; drawn_input.every()"
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])

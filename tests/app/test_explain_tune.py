@@ -81,6 +81,7 @@ def test_gemm_of_a_described_host_takes_its_cores() -> None:
     assert f"--threads = {cores + 1}: expected at most {cores}" in str(more)
 
 
+@pytest.mark.slow
 def test_gemm_sweep_then_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_HOME", own_home(tmp_path))
     missing = shoal("gemm", 64, 64, 64)

@@ -171,6 +171,7 @@ def test_a_crash_is_its_case_s_and_the_rest_is_measured(apart):
     assert rows["one"]["measured"] and rows["two"]["measured"]
 
 
+@pytest.mark.slow
 def test_what_hangs_is_killed_begun_again_and_then_given_up(apart):
     for attempt in (1, 2):
         status, rows = apart("one hang two", 5.0)
@@ -190,6 +191,7 @@ def test_a_stage_that_cannot_begin_is_tried_in_the_next_call(apart):
     assert status == frame.DONE and list(rows) == ["one"]
 
 
+@pytest.mark.slow
 def test_a_call_writes_the_table_and_says_how_it_ended(apart, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(frame, "STAGES", ("fake",))
     monkeypatch.setattr(table, "STAGES", ("fake",))
@@ -285,6 +287,7 @@ def dry(tmp_path: Path, *stages: str) -> None:
     assert sorted((ROOT / "results").rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_dry_run(tmp_path):
     pytest.importorskip("triton")
     dry(tmp_path, *(one for one in frame.STAGES if one != "decode"))
@@ -296,6 +299,7 @@ def test_dry_run_of_decoding(tmp_path):
     dry(tmp_path, "decode")
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_gpu_is_told_what_to_do(tmp_path):
     import torch
 

@@ -149,6 +149,7 @@ def named(comm, job, sizes, by_name):
     return [comm.rank, type(job).__name__, job.seq_len, sizes, type(by_name["x"]).__name__]
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_ranks_get_values_as_values() -> None:
     job = TrainJob(model="shoal-0.3m", seq_len=24, global_batch=2)

@@ -392,6 +392,7 @@ def test_a_glance_of_a_failure_is_a_cross() -> None:
 # --- the site ---
 
 
+@pytest.mark.slow
 def test_there_is_a_page_for_every_paper_and_group(pages: dict[str, Page]) -> None:
     papers = index_rows(RESULTS)
     places = GalleryPaths()

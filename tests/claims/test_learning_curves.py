@@ -50,6 +50,7 @@ def test_too_little_text_is_an_error():
         read_texts(Choice(name="stdlib"), train_chars=10**10, heldout_chars=10, seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_learns(architecture, texts):
     pytest.importorskip("torch")

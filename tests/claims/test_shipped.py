@@ -56,6 +56,7 @@ def test_a_shipped_verdict_is_that_of_the_results(installed: Path, tmp_path: Pat
         assert there.stale == here.stale
 
 
+@pytest.mark.slow
 def test_the_gallery_is_written_from_shipped_verdicts(installed: Path, tmp_path: Path) -> None:
     page = write_gallery(tmp_path / "none", tmp_path / "gallery")
     assert page.is_file()

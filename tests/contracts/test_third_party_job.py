@@ -86,6 +86,7 @@ def test_it_is_planned_run_scored_and_shown(environment: dict[str, str], tmp_pat
         assert text in shown.stdout
 
 
+@pytest.mark.slow
 def test_one_that_breaks_the_protocol_is_named_and_the_rest_works(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ def test_no_other_interval_loses_less(stall: float, mtbf: float) -> None:
     assert daly(50.0, 20.0) == 20.0
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_whole_job_add_up() -> None:
     job = TrainJob.model_validate(
         {

@@ -110,6 +110,7 @@ def test_largest_margin() -> None:
     assert (weights > 0).all()
 
 
+@pytest.mark.slow
 def test_the_envelope() -> None:
     keep, best = envelope(1.7)
     for other in (keep * 0.9, keep * 1.1):

@@ -38,6 +38,7 @@ def serving_row(name):
     return next(r for r in read_serving() if r.id == name)
 
 
+@pytest.mark.slow
 def test_the_boards_reach_what_they_promise():
     training, serving = score_training(), score_serving()
     assert (training.total, serving.total) == (383, 439)
@@ -151,6 +152,7 @@ def test_bad_tables(tmp_path, reader, name, changes, said):
         reader(path)
 
 
+@pytest.mark.slow
 def test_rows_of_unknown_metrics_and_devices_are_listed(tmp_path):
     for name, reader, score, changes in (
         ("training.csv", read, score_training, {"reported_metric": "furlongs"}),
@@ -267,6 +269,7 @@ def test_serving_rows_are_priced_by_what_prices_plans(monkeypatch):
         assert predict_serving(replay_serving(row)) == pytest.approx(value / 2)
 
 
+@pytest.mark.slow
 def test_the_page_and_the_table(tmp_path):
     (tmp_path / "assets").mkdir()
     board = score_serving()

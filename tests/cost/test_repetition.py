@@ -82,6 +82,7 @@ def test_more_compute_wants_more_pools() -> None:
     assert many.choose(1000).pools == tuple(range(len(many.choose(1000).pools)))
 
 
+@pytest.mark.slow
 def test_simpler_laws() -> None:
     n, b = np.array([400.0, 2000.0, 5000.0]), np.array([-0.3, -0.1])
     for worth in (log_worth_of_effective, log_worth_of_plain):

@@ -281,6 +281,7 @@ def test_beside_a_window_of_blocks(tmp_path, tokens):
     cache.close()
 
 
+@pytest.mark.slow
 def test_what_is_written_to_after_it_was_saved_is_refused(tmp_path):
     model = Stack()
     cache = SSDTrain(path=str(tmp_path), adaptive=False, min_bytes=1).apply(model)
@@ -333,6 +334,7 @@ def test_a_full_disk_names_tensor_and_scope(tmp_path, tokens, monkeypatch):
     cache.close()
 
 
+@pytest.mark.slow
 def test_what_is_let_go_during_a_write_that_fails_gives_its_place_back(
     tmp_path, tokens, monkeypatch
 ):

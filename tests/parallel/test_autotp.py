@@ -229,6 +229,7 @@ def _three_heads() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_families_on_meta(family: str) -> None:
     pytest.importorskip("transformers")

@@ -20,6 +20,7 @@ from shoal.parallel.tensor.block import SplitBlock
 from shoal.parallel.tensor.slices import slices, take
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "parallel", "more"),
     [

@@ -152,6 +152,7 @@ def plans(one: Wins, place: Path) -> list[ServePlan]:
     return MADE[key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [name for name in WINS if not name.startswith("phase.")])
 def test_wins(part: str, tmp_path: Path) -> None:
     ranked = plans(WINS[part], tmp_path)

@@ -117,6 +117,7 @@ def test_a_wide_vocabulary_is_shared_and_its_blocks_are_not():
     assert uniform.pp == 2 or uniform.solution.seconds > best.solution.seconds
 
 
+@pytest.mark.slow
 def test_runnable_plans_run():
     for result in plan(JOB, gpus(1, 4), runnable=True, memory_gib=50.0):
         check_split(result.job, result.shape)

@@ -16,6 +16,7 @@ from shoal.serve.engine.child import Child, readable
 pytestmark = pytest.mark.multi
 
 
+@pytest.mark.slow
 def test_a_child_that_has_stopped_is_not_waited_for_for_ever(monkeypatch):
     monkeypatch.setattr(module, "_SILENT_S", 0.3)
     one = Child("instance", {"kind": "start"})

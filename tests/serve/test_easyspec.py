@@ -73,6 +73,7 @@ def test_groups_of_one_are_the_plain_drafter(deep, serve_all):
     assert trees_of(easy(deep, group=1), serve_all, request, max_tokens=20) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stale", ["attention", "full"])
 def test_fused_and_sequential_guess_the_same(stale, deep, serve_all):
     request = prompts()[:3]

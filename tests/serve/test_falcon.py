@@ -94,6 +94,7 @@ def alone(model, net, tokens, path):
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_guesses_of_a_tree_are_those_of_each_path_alone(k, target, tmp_path, serve_all):
     net = written(tmp_path / "net", target, k, 6)

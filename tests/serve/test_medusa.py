@@ -51,6 +51,7 @@ def prompts():
     return [[7 * n % 160 for n in range(length)] for length in (3, 20, 50)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"tree": "chain", "heads": 2}, {"tree": {"name": "paths", "paths": [[1], [1, 0]]}}],
@@ -70,6 +71,7 @@ def test_same_tokens_as_plain_decoding(options, served, serve_all):
     assert serve_all(engine, prompts(), **sampled) == serve_all(plain, prompts(), **sampled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", ["auto", "chain"])
 def test_heads_that_were_never_right_are_served_and_do_not_guess(tree, served, serve_all):
     target, heads_dir, _ = served

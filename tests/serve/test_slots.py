@@ -25,6 +25,7 @@ FUSED = {
 KERNELS = pytest.mark.parametrize("kernel", [{}, {"paged_attention": "torch"}], ids=["own", "sdpa"])
 
 
+@pytest.mark.slow
 @KERNELS
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_tokens_are_those_of_solo_runs(kernel, family, random_model, engine_for):

@@ -63,6 +63,7 @@ def guessing(engine, known, nodes, seed):
     return drafter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

@@ -93,6 +93,7 @@ def test_tuning_for_real(runner):
     assert study.best.config["kv_tokens"] == 512
 
 
+@pytest.mark.slow
 def test_generate_is_measured_under_its_knobs(tmp_path, random_model):
     pytest.importorskip("transformers")
     from shoal.claims.bench.serving.generate import GenerateRunner, generate_space

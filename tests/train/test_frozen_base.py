@@ -131,6 +131,7 @@ def each(*without: str) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", each())
 def test_a_base_in_bf16_changes_no_bit(method: str) -> None:
     finetune = {"name": method, **OPTIONS.get(method, {})}
@@ -155,6 +156,7 @@ def test_experts_in_bf16_change_no_bit() -> None:
     assert narrow[0].arenas["base"] < 0.55 * plain[0].arenas["base"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", each("reads_base", "replaces_base"))
 def test_a_divided_base_is_a_whole_one(method: str) -> None:
     alike: dict[str, Any] = {
@@ -169,6 +171,7 @@ def test_a_divided_base_is_a_whole_one(method: str) -> None:
         same(train(**alike, **way, base="divided"), train(**alike, **way))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bytes_are_those_of_the_estimate(precision: str, recompute: str, machine: Machine) -> None:

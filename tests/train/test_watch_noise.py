@@ -21,6 +21,7 @@ def healthy(world: int, source: np.random.Generator, sigma: float = SIGMA) -> ND
     return matrix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [4, 5, 8, 16, 32])
 def test_at_most_one_of_a_thousand_healthy_matrices_raises_an_alarm(world: int) -> None:
     source = np.random.default_rng(world)

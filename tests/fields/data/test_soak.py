@@ -67,6 +67,7 @@ def test_more_than_memory(tmp_path: Path) -> None:
     size = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
     print(f"{size / 1e9:.1f} GB in {seconds:.0f} s, {most / 1e9:.2f} GB of memory at most")
     assert report["measured"]["rows"] == rows
-    kept = sum(pq.read_metadata(one).num_rows for one in (tmp_path / "run" / "kept").glob("*.parquet"))
+    files = (tmp_path / "run" / "kept").glob("*.parquet")
+    kept = sum(pq.read_metadata(file).num_rows for file in files)
     assert kept == round(report["measured"]["kept_share"] * rows)
     assert most <= MOST

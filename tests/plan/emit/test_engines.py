@@ -90,6 +90,7 @@ def test_only_an_engine_that_can_hides_the_exchange_of_experts() -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_search_hides_the_exchange_of_experts() -> None:
     found = plans("megatron", "64xH100", model="Qwen3-30B-A3B", global_batch=512, products="fp8")
     assert "experts" in {plan.job.parallel.overlap for plan in found}

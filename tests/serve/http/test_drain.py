@@ -66,6 +66,7 @@ def until_closed(place):
     raise AssertionError("it takes requests still")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_running_requests_end_and_new_ones_get_503(start, replicas):
     process, place = start(30, replicas)
@@ -86,6 +87,7 @@ def test_running_requests_end_and_new_ones_get_503(start, replicas):
     assert process.wait(WAIT_S) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True], ids=["in vain", "told twice"])
 def test_what_does_not_end_in_time(start, again):
     process, place = start(30 if again else 0.2)

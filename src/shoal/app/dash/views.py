@@ -209,7 +209,8 @@ def run(runs: Runs, found: RunStatus) -> dict[str, Any]:
     plan_ = PageSection.of(lambda: runs.plan(entry))
     last = events.last
     total = int(number(events.start.get("total"))) if events.start.get("total") else 0
-    done = int(last["step"]) + 1 if last else 0
+    # A job that is not trained in steps is one step, which it does not report.
+    done = int(last["step"]) + 1 if last else total if found.state == "finished" else 0
     left = (total - done) * number(last.get("step_s")) if last and found.live else None
     return {
         "run": found,

@@ -27,6 +27,7 @@ def run(place: Path, data: str, **method: Any) -> CurateReport:
     return CurateKind().run(plan, place)
 
 
+@pytest.mark.slow
 def test_it_keeps_whole_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_HOME", own_home(tmp_path / "home"))
     report = run(tmp_path / "run", "digits", samples=3000)

@@ -150,6 +150,7 @@ def test_minhash_as_by_all_pairs(tmp_path: Path, data: Path) -> None:
     assert {"total_s", "bytes_per_s", "memory_bytes"} <= set(report.errors)
 
 
+@pytest.mark.slow
 def test_verified_pairs_are_similar(tmp_path: Path, data: Path) -> None:
     texts = documents()
     choice = Choice(name="minhash", options={"verify": True, "bands": 32, "rows": 4})

@@ -89,6 +89,7 @@ def test_stages_say_what_was_dropped_and_changed(tmp_path: Path, data: Path) -> 
     assert any("stages.json" in str(line) for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_a_pool_keeps_the_same(tmp_path: Path, data: Path) -> None:
     one = run(job_of(data), tmp_path / "one")

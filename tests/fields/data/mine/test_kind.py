@@ -113,6 +113,7 @@ def test_targets_in_shards(tmp_path: Path, target: str, monkeypatch: pytest.Monk
     assert len(found[0]) > (10 if target == "closed" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_shards_in_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, "parquet")

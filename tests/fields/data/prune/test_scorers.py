@@ -33,6 +33,7 @@ def scorer(name: str, **options: Any) -> Any:
     return table("data_scorer").build({"name": name, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_move_with_their_rows(name: str) -> None:
     data = digits()

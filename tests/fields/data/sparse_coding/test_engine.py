@@ -47,6 +47,7 @@ def test_the_free_energy_does_not_decrease(name, active) -> None:
     assert energy[-1] > energy[0] + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_bars_are_learned(name) -> None:
     """Small ones, of the model's own kind, from a seed that is not chosen."""
@@ -62,6 +63,7 @@ def test_bars_are_learned(name) -> None:
     assert (fit[rows, columns] > 0.95).sum() >= 7
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize("name", ["bsc", "mca", "gsc"])
 def test_two_processes_give_what_one_gives(name) -> None:
