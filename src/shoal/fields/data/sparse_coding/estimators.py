@@ -33,13 +33,24 @@ Annealing = AnnealSchedule | Mapping[str, Any] | None
 class _SparseCoder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """What the six share; a sub-class says which model is learned."""
 
-    n_components: int
-    n_candidates: int | None
-    n_active: int | None
-    schedule: Annealing
-    max_iter: int
-    n_init: int
-    random_state: Any
+    def __init__(
+        self,
+        n_components: int = 16,
+        n_candidates: int | None = None,
+        n_active: int | None = None,
+        *,
+        schedule: Annealing = None,
+        max_iter: int = 100,
+        n_init: int = 1,
+        random_state: Any = None,
+    ) -> None:
+        self.n_components = n_components
+        self.n_candidates = n_candidates
+        self.n_active = n_active
+        self.schedule = schedule
+        self.max_iter = max_iter
+        self.n_init = n_init
+        self.random_state = random_state
 
     def _choice(self) -> Choice:
         raise TypeError(f"{type(self).__name__} does not say which model is learned")
@@ -198,25 +209,6 @@ class BSC(_SparseCoder):
         n_iter_: iterations.
     """
 
-    def __init__(
-        self,
-        n_components: int = 16,
-        n_candidates: int | None = None,
-        n_active: int | None = None,
-        *,
-        schedule: Annealing = None,
-        max_iter: int = 100,
-        n_init: int = 1,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.n_candidates = n_candidates
-        self.n_active = n_active
-        self.schedule = schedule
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.random_state = random_state
-
     def _choice(self) -> Choice:
         return Choice(name="bsc")
 
@@ -243,25 +235,6 @@ class TSC(_SparseCoder):
         free_energy_: float64 [n_iter_], lower bound of the log likelihood of a vector, in nats.
         n_iter_: iterations.
     """
-
-    def __init__(
-        self,
-        n_components: int = 16,
-        n_candidates: int | None = None,
-        n_active: int | None = None,
-        *,
-        schedule: Annealing = None,
-        max_iter: int = 100,
-        n_init: int = 1,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.n_candidates = n_candidates
-        self.n_active = n_active
-        self.schedule = schedule
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.random_state = random_state
 
     def _choice(self) -> Choice:
         return Choice(name="tsc")
@@ -341,25 +314,6 @@ class MCA(_SparseCoder):
         n_iter_: iterations.
     """
 
-    def __init__(
-        self,
-        n_components: int = 16,
-        n_candidates: int | None = None,
-        n_active: int | None = None,
-        *,
-        schedule: Annealing = None,
-        max_iter: int = 100,
-        n_init: int = 1,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.n_candidates = n_candidates
-        self.n_active = n_active
-        self.schedule = schedule
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.random_state = random_state
-
     def _choice(self) -> Choice:
         return Choice(name="mca")
 
@@ -386,25 +340,6 @@ class MMCA(_SparseCoder):
         free_energy_: float64 [n_iter_], lower bound of the log likelihood of a vector, in nats.
         n_iter_: iterations.
     """
-
-    def __init__(
-        self,
-        n_components: int = 16,
-        n_candidates: int | None = None,
-        n_active: int | None = None,
-        *,
-        schedule: Annealing = None,
-        max_iter: int = 100,
-        n_init: int = 1,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.n_candidates = n_candidates
-        self.n_active = n_active
-        self.schedule = schedule
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.random_state = random_state
 
     def _choice(self) -> Choice:
         return Choice(name="mmca")

@@ -36,7 +36,23 @@ _Table = npt.NDArray[np.float32]
 
 
 @part
-class Memorization:
+class _OfSubsets:
+    """What the three share: networks that learn from random shares of the examples."""
+
+    needs_labels: ClassVar[bool] = True
+
+    models: Annotated[int, Ge(4)] = 40
+    share: Annotated[float, Gt(0), Lt(1)] = 0.7
+    steps: Annotated[int, Ge(1)] = 300
+
+    def candidates(self, work: ScoreWork, machine: Machine) -> Iterator[Self]:
+        """With labels."""
+        if work.classes > 1:
+            yield self
+
+
+@part
+class Memorization(_OfSubsets):
     """How much more often networks are right about an example if they have learned from it.
 
     Args:
@@ -45,20 +61,9 @@ class Memorization:
         steps: of each, with 64 examples.
     """
 
-    needs_labels: ClassVar[bool] = True
-
-    models: Annotated[int, Ge(4)] = 40
-    share: Annotated[float, Gt(0), Lt(1)] = 0.7
-    steps: Annotated[int, Ge(1)] = 300
-
     def estimate(self, work: ScoreWork, machine: Machine) -> Estimate:
         """The networks' steps, and all examples once for each."""
         return _estimate(self, work)
-
-    def candidates(self, work: ScoreWork, machine: Machine) -> Iterator[Self]:
-        """With labels."""
-        if work.classes > 1:
-            yield self
 
     def scores(self, examples: PruneExamples, seed: int) -> Scores:
         """From -1 to 1."""
@@ -66,7 +71,7 @@ class Memorization:
 
 
 @part
-class InfluenceMax:
+class InfluenceMax(_OfSubsets):
     """The largest influence of an example on any other.
 
     Args:
@@ -75,20 +80,9 @@ class InfluenceMax:
         steps: of each, with 64 examples.
     """
 
-    needs_labels: ClassVar[bool] = True
-
-    models: Annotated[int, Ge(4)] = 40
-    share: Annotated[float, Gt(0), Lt(1)] = 0.7
-    steps: Annotated[int, Ge(1)] = 300
-
     def estimate(self, work: ScoreWork, machine: Machine) -> Estimate:
         """The networks, and every example against every other."""
         return _estimate(self, work, pairs=True)
-
-    def candidates(self, work: ScoreWork, machine: Machine) -> Iterator[Self]:
-        """With labels."""
-        if work.classes > 1:
-            yield self
 
     def scores(self, examples: PruneExamples, seed: int) -> Scores:
         """From -1 to 1."""
@@ -96,7 +90,7 @@ class InfluenceMax:
 
 
 @part
-class InfluenceSum:
+class InfluenceSum(_OfSubsets):
     """The sum of the sizes of an example's influences on all others.
 
     Args:
@@ -105,20 +99,9 @@ class InfluenceSum:
         steps: of each, with 64 examples.
     """
 
-    needs_labels: ClassVar[bool] = True
-
-    models: Annotated[int, Ge(4)] = 40
-    share: Annotated[float, Gt(0), Lt(1)] = 0.7
-    steps: Annotated[int, Ge(1)] = 300
-
     def estimate(self, work: ScoreWork, machine: Machine) -> Estimate:
         """The networks, and every example against every other."""
         return _estimate(self, work, pairs=True)
-
-    def candidates(self, work: ScoreWork, machine: Machine) -> Iterator[Self]:
-        """With labels."""
-        if work.classes > 1:
-            yield self
 
     def scores(self, examples: PruneExamples, seed: int) -> Scores:
         """From 0 to the number of examples."""

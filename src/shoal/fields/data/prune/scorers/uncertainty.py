@@ -25,13 +25,8 @@ from shoal.ir import Estimate, Machine
 
 
 @part
-class SmallestMargin:
-    """Minus the gap between the two most probable classes.
-
-    Args:
-        models: networks, whose mean prediction counts.
-        steps: of each, with 64 examples.
-    """
+class _OfEnsemble:
+    """What the three share: networks that are asked about all examples."""
 
     needs_labels: ClassVar[bool] = True
 
@@ -40,12 +35,23 @@ class SmallestMargin:
 
     def estimate(self, work: ScoreWork, machine: Machine) -> Estimate:
         """The networks' steps, and all examples once."""
-        return _estimate(self, work)
+        macs = training_macs(self.models, self.steps, work.rows, work.dim, work.classes)
+        return score_estimate(work, macs=macs, held=4.0 * work.rows * work.dim)
 
     def candidates(self, work: ScoreWork, machine: Machine) -> Iterator[Self]:
         """With labels."""
         if work.classes > 1:
             yield self
+
+
+@part
+class SmallestMargin(_OfEnsemble):
+    """Minus the gap between the two most probable classes.
+
+    Args:
+        models: networks, whose mean prediction counts.
+        steps: of each, with 64 examples.
+    """
 
     def scores(self, examples: PruneExamples, seed: int) -> Scores:
         """From -1 to 0."""
@@ -58,7 +64,7 @@ class SmallestMargin:
 
 
 @part
-class PredictionEntropy:
+class PredictionEntropy(_OfEnsemble):
     """Entropy of the predicted classes.
 
     Args:
@@ -66,27 +72,13 @@ class PredictionEntropy:
         steps: of each, with 64 examples.
     """
 
-    needs_labels: ClassVar[bool] = True
-
-    models: Annotated[int, Ge(1)] = 5
-    steps: Annotated[int, Ge(1)] = 200
-
-    def estimate(self, work: ScoreWork, machine: Machine) -> Estimate:
-        """The networks' steps, and all examples once."""
-        return _estimate(self, work)
-
-    def candidates(self, work: ScoreWork, machine: Machine) -> Iterator[Self]:
-        """With labels."""
-        if work.classes > 1:
-            yield self
-
     def scores(self, examples: PruneExamples, seed: int) -> Scores:
         """In nats, from 0 to the logarithm of the classes."""
         return _asked(self, examples, seed, lambda chances: _entropy(chances.mean(axis=0)))
 
 
 @part
-class EnsembleDisagreement:
+class EnsembleDisagreement(_OfEnsemble):
     """How much the members of an ensemble contradict each other.
 
     Args:
@@ -94,19 +86,7 @@ class EnsembleDisagreement:
         steps: of each, with 64 examples.
     """
 
-    needs_labels: ClassVar[bool] = True
-
     models: Annotated[int, Ge(2)] = 10
-    steps: Annotated[int, Ge(1)] = 200
-
-    def estimate(self, work: ScoreWork, machine: Machine) -> Estimate:
-        """The networks' steps, and all examples once."""
-        return _estimate(self, work)
-
-    def candidates(self, work: ScoreWork, machine: Machine) -> Iterator[Self]:
-        """With labels."""
-        if work.classes > 1:
-            yield self
 
     def scores(self, examples: PruneExamples, seed: int) -> Scores:
         """Entropy of the mean prediction less the mean entropy, in nats, from 0."""
@@ -116,11 +96,6 @@ class EnsembleDisagreement:
             return np.maximum(together - _entropy(chances).mean(axis=0), 0.0)
 
         return _asked(self, examples, seed, disagreement)
-
-
-def _estimate(scorer: Any, work: ScoreWork) -> Estimate:
-    macs = training_macs(scorer.models, scorer.steps, work.rows, work.dim, work.classes)
-    return score_estimate(work, macs=macs, held=4.0 * work.rows * work.dim)
 
 
 def _asked(scorer: Any, examples: PruneExamples, seed: int, score: Any) -> Scores:
