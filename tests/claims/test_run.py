@@ -293,6 +293,7 @@ def test_catalogue_has_every_system_once() -> None:
         19: "tempi",
         20: "bytescale",
         21: "oneflow",
+        15: "guide",
         22: "megatron",
         24: "topo3",
         26: "prosper",

@@ -66,6 +66,10 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("workload", "azure"): {"path": str(TRACES / "azure.csv")},
     ("workload", "mooncake"): {"path": str(TRACES / "mooncake.jsonl")},
     ("workload", "trace"): {"path": str(TRACES / "trace.jsonl")},
+    ("preparation", "drop_columns"): {"columns": ["id"]},
+    ("preparation", "stratified"): {"column": "city"},
+    ("preparation", "k_anonymity"): {"columns": ["age"]},
+    ("preparation", "noised_aggregates"): {"bounds": {"age": [0, 120]}},
 }
 
 
@@ -74,8 +78,12 @@ def _choosers() -> dict[str, str]:
     result: dict[str, set[str]] = {}
     for kind in kinds().values():
         for field in kind.job_type.model_fields.values():
+            # One that may be left out, or several, carry their kind inside.
+            perhaps = get_args(field.annotation)
             inside = [
-                m for one in get_args(field.annotation) for m in getattr(one, "__metadata__", ())
+                m
+                for one in (*perhaps, *(each for some in perhaps for each in get_args(some)))
+                for m in getattr(one, "__metadata__", ())
             ]
             for note in (*field.metadata, *inside):
                 if isinstance(note, Kind):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 
@@ -40,9 +40,10 @@ def choices_of(job: type[Value]) -> dict[str, str]:
     """Field of a job, dotted where it lies deeper -> kind of the part that it chooses."""
     choices: dict[str, str] = {}
     for name, field in job.model_fields.items():
-        # A choice that may be left out carries its kind inside.
+        # A choice that may be left out carries its kind inside, and so do several in a tuple.
         inside = get_args(field.annotation)
-        perhaps = [m for part in inside for m in getattr(part, "__metadata__", ())]
+        each = [*inside, *(one for some in inside for one in get_args(some))]
+        perhaps = [m for part in each for m in getattr(part, "__metadata__", ())]
         if NoneType not in inside:
             perhaps = []
         for annotation in (*field.metadata, *perhaps):
@@ -59,6 +60,8 @@ def choices_of(job: type[Value]) -> dict[str, str]:
 def stated(kind: str, name: str) -> dict[str, Any]:
     """What a small job says to choose this part where it counts."""
     field = FIELD_OF[kind]
+    if kind in SEVERAL:
+        return {field: [choice(kind, name)]}
     if (kind, name) == ("decode", "diffusion"):  # of models that no other part is for
         return {field: choice(kind, name), "model": "shoal-mdlm-3m", "max_position": 128}
     if "." not in field:
@@ -106,6 +109,13 @@ CHOSEN = {
     if job is TrainJob or REACHED[kind] == job.__name__
 }
 FIELD_OF = {kind: field for kind, field, _ in CHOSEN}
+# Kinds of which a job chooses a list.
+SEVERAL = {
+    kind
+    for kind, field, job in CHOSEN
+    if "." not in field
+    and any(get_origin(one) is tuple for one in get_args(job.model_fields[field].annotation))
+}
 CHOSEN_PARTS = [(kind, name) for kind, name in PARTS if kind in FIELD_OF]
 TRAINED_PARTS = [(kind, name) for kind, name in CHOSEN_PARTS if kind in CAUSES]
 
@@ -170,6 +180,8 @@ def test_every_part_is_reached_from_a_job(kind: str, name: str) -> None:
     chosen: Any = plan_of(kind, name).job
     for key in FIELD_OF[kind].split("."):
         chosen = getattr(chosen, key)
+    if kind in SEVERAL:
+        (chosen,) = chosen
     assert isinstance(chosen, Choice)
     assert chosen.name == name
 

@@ -114,6 +114,7 @@ CLAIMS = PartTable(
         "prosper": "shoal.claims.experiments.prosper:ProsperClaim",
         "ppd": "shoal.claims.experiments.ppd:PpdClaim",
         "qqt": "shoal.claims.experiments.qqt:QQTClaim",
+        "guide": "shoal.claims.experiments.guide:GuideClaim",
         "pruning": "shoal.claims.experiments.pruning:PruningClaim",
         "smash": "shoal.claims.experiments.smash:Smash",
         "ssdtrain": "shoal.claims.experiments.ssdtrain:SSDTrainClaim",

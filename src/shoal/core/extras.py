@@ -39,6 +39,7 @@ EXTRAS = {
         "mlxtend",
         "mpi4py",
         "peft",
+        "statsmodels",
         "transformers",
     ),
     "gpu": ("pynvml", "triton"),

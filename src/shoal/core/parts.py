@@ -119,6 +119,7 @@ KINDS: dict[str, str] = {
     "anomaly_detector": "shoal.fields.data.logs:ANOMALY_DETECTORS",
     "superposition": "shoal.fields.data.sparse_coding:SUPERPOSITIONS",
     "deduper": "shoal.fields.data.dedupe:DEDUPERS",
+    "preparation": "shoal.fields.data.prepare:PREPARATIONS",
     "attention_kernel": "shoal.claims.lab.attention_kernels:ATTENTION_KERNELS",
     "claim": "shoal.claims:CLAIMS",
 }

@@ -16,6 +16,7 @@ JOBS = PartTable(
         "parse_logs": "shoal.fields.data.logs.kind:ParseLogsKind",
         "sparse_code": "shoal.fields.data.sparse_coding.kind:SparseCodeKind",
         "dedupe": "shoal.fields.data.dedupe.kind:DedupeKind",
+        "prepare": "shoal.fields.data.prepare.kind:PrepareKind",
     },
     about=(
         "A kind of job: what is planned, run and scored. Chosen by the first word after "

@@ -1,0 +1,1 @@
+"""steps: the parts of the table ``preparation``, one file for each."""
