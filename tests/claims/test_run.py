@@ -320,6 +320,7 @@ def test_catalogue_has_every_system_once() -> None:
         79: "fuyou",
         81: "megascale",
         82: "qqt",
+        83: "projektor",
         85: "longctx",
         86: "fastswitch",
         87: "itemsets",

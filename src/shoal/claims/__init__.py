@@ -113,6 +113,7 @@ CLAIMS = PartTable(
         "falcon": "shoal.claims.experiments.falcon:FalconClaim",
         "prosper": "shoal.claims.experiments.prosper:ProsperClaim",
         "ppd": "shoal.claims.experiments.ppd:PpdClaim",
+        "projektor": "shoal.claims.experiments.projektor:ProjektorClaim",
         "qqt": "shoal.claims.experiments.qqt:QQTClaim",
         "guide": "shoal.claims.experiments.guide:GuideClaim",
         "pruning": "shoal.claims.experiments.pruning:PruningClaim",

@@ -27,7 +27,7 @@ EXTRAS = {
         "uvicorn",
     ),
     "s3": ("s3fs",),
-    "fields": ("duckdb", "lingua", "sklearn", "zstandard"),
+    "fields": ("duckdb", "lingua", "ot", "sklearn", "zstandard"),
     "cluster": ("ray",),
     "gym": ("gymnasium",),
     "bench": (

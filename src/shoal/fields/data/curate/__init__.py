@@ -14,6 +14,7 @@ CURATORS = PartTable(
         "random": "shoal.fields.data.curate.random_rows:RandomRows",
         "filters": "shoal.fields.data.filters.method:FilteredRows",
         "prune": "shoal.fields.data.prune.rows:PruneRows",
+        "projektor": "shoal.fields.data.curate.projektor.rows:ProjektorRows",
         "qqt": "shoal.fields.data.curate.qqt.rows:QQTRows",
     },
     about="How rows are chosen. Chosen by the key `method` of a job with `job: curate`.",

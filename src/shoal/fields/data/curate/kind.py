@@ -59,7 +59,7 @@ class CurateKind(KindHere):
         return str(plan.job.method or "no method")
 
     def results(self, report: CurateReport, directory: Path) -> Sequence[Table | str]:
-        """What each stage dropped, and where the rows are that were kept."""
+        """What each stage dropped, the method's own tables, and where the kept rows are."""
         stages = report.details.get("stages", [])
         blocks: list[Table | str] = [
             table_of(
@@ -88,6 +88,7 @@ class CurateKind(KindHere):
             blocks.append(
                 table_of("examples", ("stage", "dropped or changed", "why"), examples, right="   ")
             )
+        blocks += [table_of(**table) for table in report.details.get("tables", [])]
         if effect := report.details.get("effect"):
             blocks.append(_effect(effect))
         blocks.append(f"kept: {directory / 'kept'}/*.parquet")

@@ -107,7 +107,8 @@ class Curation(NamedTuple):
         first_bad: where the first of these is.
         stages: what each part dropped, in order.
         measured: further quantities, such as ``loss``.
-        details: anything else, as JSON.
+        details: anything else, as JSON; the arguments of :func:`~shoal.core.tables.table_of` in
+            the list ``tables`` are shown.
     """
 
     rows: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,9 @@ class ScoredRows:
             chosen: sorted int64, numbers of rows.
         """
         _write_scores(problem.place / "scores.parquet", scores, chosen, self.examples, self.classes)
-        ends = np.searchsorted(chosen, np.cumsum(self.per_shard))
-        begins = np.cumsum((0, *self.per_shard[:-1]))
-        parts = [
-            part - begin for part, begin in zip(np.split(chosen, ends[:-1]), begins, strict=True)
-        ]
+        parts = by_shard(chosen, self.per_shard)
         second = replace(problem, tick=lambda done, text: problem.tick(0.5 + done / 2, text))
-        result = kept_of(second, _chosen_rows, (name, parts))
+        result = kept_of(second, write_chosen, (name, parts))
         shutil.rmtree(problem.place / _VECTORS)
         return result
 
@@ -81,18 +77,51 @@ def read_rows(problem: CurateProblem, label: str) -> ScoredRows:
     return ScoredRows(examples, names, tuple(shard["rows"] for shard in shards))
 
 
-def _chosen_rows(
+def by_shard(chosen: RowIds, per_shard: Sequence[int]) -> list[RowIds]:
+    """Numbers of rows within each shard.
+
+    Args:
+        chosen: sorted int64, numbers of rows of all shards.
+        per_shard: rows of each shard.
+    """
+    ends = np.searchsorted(chosen, np.cumsum(per_shard))
+    begins = np.cumsum((0, *per_shard[:-1]))
+    return [part - begin for part, begin in zip(np.split(chosen, ends[:-1]), begins, strict=True)]
+
+
+def taken(shard: SourceShard, rows: RowIds, bad: BadRowCount) -> Iterator[tuple[int, Any]]:
+    """For each batch of a shard: its rows, and a batch of those that are chosen.
+
+    Args:
+        shard: is read whole.
+        rows: sorted int64, numbers of rows of the shard.
+        bad: counts what was passed over.
+    """
+    total = 0
+    for batch in shard.batches(bad=bad):
+        first, total = total, total + batch.num_rows
+        inside = rows[np.searchsorted(rows, first) : np.searchsorted(rows, total)] - first
+        yield batch.num_rows, batch.take(arrow().array(inside))
+
+
+def write_chosen(
     shard: SourceShard, place: Path, shared: tuple[str, list[RowIds]]
 ) -> dict[str, Any]:
+    """Write some rows of a shard; a function of :func:`~shoal.fields.data.shards.map_shards`.
+
+    Args:
+        shard: whose rows they are.
+        place: of the file, which ends with ``.parquet``.
+        shared: name of what has chosen, and the rows of each shard.
+    """
     name, rows = shared[0], shared[1][shard.number]
     bad, total = BadRowCount(), 0
 
     def chosen() -> Iterator[Any]:
         nonlocal total
-        for batch in shard.batches(bad=bad):
-            first, total = total, total + batch.num_rows
-            inside = rows[np.searchsorted(rows, first) : np.searchsorted(rows, total)] - first
-            yield batch.take(arrow().array(inside))
+        for seen, batch in taken(shard, rows, bad):
+            total += seen
+            yield batch
 
     kept = write_rows(place.with_suffix(".parquet"), arrow().schema(list(shard.fields)), chosen())
     return {

@@ -116,7 +116,7 @@ class QQTRows:
         choice = qqt.choose(budget)
         chosen = np.sort(np.concatenate([by_quality[pool] for pool in choice.pools]))
         result = rows.keep(problem, "qqt", scores, chosen)
-        frontier = qqt.law_.frontier(budget * 2.0**power for power in range(-3, 4))
+        frontier = list(qqt.law_.frontier(budget * 2.0**power for power in range(-3, 4)))
         return result._replace(
             measured={"predicted_error": choice.error.value},
             details={
@@ -130,6 +130,17 @@ class QQTRows:
                         "error": one.error.value,
                     }
                     for one in frontier
+                ],
+                "tables": [
+                    {
+                        "title": "the best pools for each budget",
+                        "columns": ["samples", "pools", "predicted error"],
+                        "rows": [
+                            [f"{math.ceil(one.budget):,}", len(one.pools), f"{one.error.value:.3f}"]
+                            for one in frontier
+                        ],
+                        "right": "rrr",
+                    }
                 ],
             },
         )
