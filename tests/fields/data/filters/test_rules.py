@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.parts import table
-from shoal.fields.data.filters import statistics
 from shoal.fields.data.filters.pii import PersonalData, luhn
 from shoal.fields.data.filters.protocols import FilterBatch, FilterVerdict
 
@@ -144,17 +145,38 @@ def test_personal_data(before: str, after: str | None) -> None:
     assert (verdict.counts == {}) == (after is None or after == before)
 
 
-@given(
-    pieces=st.lists(
-        st.sampled_from([*"0123456789 +-.()@:ab", "::", "+44", "212-555-0173"]), max_size=40
-    )
-)
+PARTS = [
+    *"0123456789 +-.()@:abé\n",
+    *("::", "+44", "212-555-0173", "(212) 555-0173", "8.8.8.8", "a@b.org", "2001:db8::1"),
+    *("4111 1111 1111 1111", "5500-0000-0000-0004", "x" * 60, " " * 62),
+]
+
+
+@given(pieces=st.lists(st.sampled_from(PARTS), max_size=40))
 @settings(deadline=None)
-def test_hints_overlook_nothing(pieces: list[str]) -> None:
-    text = "".join(pieces)
-    (hint,) = statistics.hints(FilterBatch(pa.array([text])).columns()).tolist()
-    for pattern, _ in PersonalData()._patterns():
-        assert hint & pattern.hint or not pattern.exact().search(text), pattern.kind
+def test_parts_overlook_nothing(pieces: list[str]) -> None:
+    """What is replaced is what the patterns find in the whole text, one after the other."""
+    text, counts = "".join(pieces), Counter[str]()
+    _, verdict = judged("pii", [text, "nothing"])
+    now = text
+    for pattern, valid in PersonalData()._patterns():
+
+        def put(match: re.Match[bytes], kind: str = pattern.kind, valid: Any = valid) -> bytes:
+            if not valid(match[0].decode()):
+                return match[0]
+            counts[kind] += 1
+            return f"<{kind.upper()}>".encode()
+
+        now = pattern.exact().sub(put, now.encode()).decode()
+    assert (text if verdict.texts is None else verdict.texts[0].as_py()) == now
+    assert verdict.counts == dict(counts)
+
+
+def test_personal_data_at_every_place_of_a_block() -> None:
+    for kind, data in {"IP": "8.8.8.8", "EMAIL": "a@b.org", "PHONE": "+44 20 7946 0958"}.items():
+        texts: list[str | None] = [f"{'x ' * 70}"[:at] + " " + data for at in range(140)]
+        _, verdict = judged("pii", texts)
+        assert all(text.endswith(f" <{kind}>") for text in verdict.texts.to_pylist())
 
 
 def test_personal_data_takes_time_in_proportion() -> None:

@@ -20,6 +20,11 @@ _EXAMPLES = 5
 def write_rows(path: Path, schema: Any, batches: Iterator[Any]) -> int:
     """Rows as Parquet, whole or not at all.
 
+    Args:
+        path: of the file.
+        schema: of the rows.
+        batches: record batches or tables.
+
     Returns:
         Rows that were written.
 
@@ -34,7 +39,7 @@ def write_rows(path: Path, schema: Any, batches: Iterator[Any]) -> int:
         for batch in batches:
             rows += batch.num_rows
             if batch.num_rows:
-                writer.write_batch(batch)
+                writer.write(batch)
     return rows
 
 

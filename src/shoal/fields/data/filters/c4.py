@@ -55,7 +55,7 @@ class CleanCrawl:
 
     def estimate(self, work: CurateWork, machine: Machine) -> Estimate:
         """One pass over the text, which is copied."""
-        return filter_estimate(work, machine, 3e-9)
+        return filter_estimate(work, machine, 1e-9)
 
     def judge(self, batch: FilterBatch) -> FilterVerdict:
         """Line by line."""

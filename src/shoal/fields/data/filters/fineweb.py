@@ -10,12 +10,20 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
+import numpy as np
 from annotated_types import Ge, Le
 
 from shoal.core.parts import part
 from shoal.fields.data.curate.protocols import CurateWork
 from shoal.fields.data.filters.costs import filter_estimate
-from shoal.fields.data.filters.protocols import FilterBatch, FilterVerdict, first_broken, ratio
+from shoal.fields.data.filters.protocols import (
+    FilterBatch,
+    FilterVerdict,
+    first_broken,
+    named,
+    ratio,
+)
+from shoal.fields.data.filters.statistics import LINES, lines, repeated_lines
 from shoal.ir import Estimate, Machine
 
 
@@ -47,18 +55,23 @@ class FineWeb:
 
     def estimate(self, work: CurateWork, machine: Machine) -> Estimate:
         """One pass over the text."""
-        return filter_estimate(work, machine, 2e-9)
+        return filter_estimate(work, machine, 8e-10)
 
     def judge(self, batch: FilterBatch) -> FilterVerdict:
         """By counts of lines."""
-        has = batch.counts(self.brief)
-        lines = has["full_lines"]
+        has = named(LINES, lines(batch.columns(), self.brief))
+        full = has["full_lines"]
         rules = [
-            lines == 0,
-            ratio(has["terminal_lines"], lines) < self.min_terminal_lines,
-            ratio(has["brief_lines"], lines) > self.max_brief_lines,
-            ratio(has["repeated_line_chars"], has["chars"] - has["feeds"])
-            > self.max_repeated_chars,
+            full == 0,
+            ratio(has["terminal_lines"], full) < self.min_terminal_lines,
+            ratio(has["brief_lines"], full) > self.max_brief_lines,
+        ]
+        # Lines are compared only where that can decide, and until it is decided.
+        chars = has["chars"] - has["feeds"]
+        enough = (self.max_repeated_chars * chars).astype(np.int64) + 1
+        within = batch.columns(first_broken(len(full), rules) < 0)
+        rules += [
+            ratio(repeated_lines(within, enough), chars) > self.max_repeated_chars,
             ratio(has["feeds"], has["words"]) > self.max_lines_per_word,
         ]
-        return FilterVerdict(first_broken(len(lines), rules))
+        return FilterVerdict(first_broken(len(full), rules))

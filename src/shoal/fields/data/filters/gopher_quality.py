@@ -16,7 +16,14 @@ from annotated_types import Ge, Le
 from shoal.core.parts import part
 from shoal.fields.data.curate.protocols import CurateWork
 from shoal.fields.data.filters.costs import filter_estimate
-from shoal.fields.data.filters.protocols import FilterBatch, FilterVerdict, first_broken, ratio
+from shoal.fields.data.filters.protocols import (
+    FilterBatch,
+    FilterVerdict,
+    first_broken,
+    named,
+    ratio,
+)
+from shoal.fields.data.filters.statistics import QUALITY, quality
 from shoal.ir import Estimate, Machine
 
 
@@ -63,11 +70,11 @@ class GopherQuality:
 
     def estimate(self, work: CurateWork, machine: Machine) -> Estimate:
         """One pass over the text."""
-        return filter_estimate(work, machine, 2e-9)
+        return filter_estimate(work, machine, 6e-10)
 
     def judge(self, batch: FilterBatch) -> FilterVerdict:
         """By counts of words and lines."""
-        has = batch.counts()
+        has = named(QUALITY, quality(batch.columns(), self.min_stop_words))
         words, lines = has["words"], has["lines"]
         mean = ratio(has["solid_chars"], has["solid_words"])
         rules = [

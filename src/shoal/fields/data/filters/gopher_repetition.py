@@ -16,7 +16,14 @@ from annotated_types import Ge, Le, Len
 from shoal.core.parts import part
 from shoal.fields.data.curate.protocols import CurateWork
 from shoal.fields.data.filters.costs import filter_estimate
-from shoal.fields.data.filters.protocols import FilterBatch, FilterVerdict, first_broken, ratio
+from shoal.fields.data.filters.protocols import (
+    FilterBatch,
+    FilterVerdict,
+    first_broken,
+    named,
+    ratio,
+)
+from shoal.fields.data.filters.statistics import REPEATS, repeats
 from shoal.ir import Estimate, Machine
 
 _Share = Annotated[float, Ge(0), Le(1)]
@@ -60,20 +67,26 @@ class GopherRepetition:
 
     def estimate(self, work: CurateWork, machine: Machine) -> Estimate:
         """One pass over the text, and a look-up for each word."""
-        return filter_estimate(work, machine, 9e-9)
+        return filter_estimate(work, machine, 1.6e-9)
 
     def judge(self, batch: FilterBatch) -> FilterVerdict:
         """By what is repeated."""
-        has = batch.repeats()
+        limits = (
+            self.max_paragraphs,
+            self.max_paragraph_chars,
+            self.max_lines,
+            self.max_line_chars,
+            *self.max_top_grams,
+            *self.max_repeated_grams,
+        )
+        has = named(REPEATS, repeats(batch.columns(), limits))
         chars = has["chars"]
-        grams = {f"top_{n}_gram": most for n, most in enumerate(self.max_top_grams, 2)} | {
-            f"repeated_{n}_grams": most for n, most in enumerate(self.max_repeated_grams, 5)
-        }
-        rules = [
-            ratio(has["repeated_paragraphs"], has["paragraphs"]) > self.max_paragraphs,
-            ratio(has["repeated_paragraph_chars"], chars) > self.max_paragraph_chars,
-            ratio(has["repeated_lines"], has["lines"]) > self.max_lines,
-            ratio(has["repeated_line_chars"], chars) > self.max_line_chars,
-            *(ratio(has[name], chars) > most for name, most in grams.items()),
+        shares = [
+            ratio(has["repeated_paragraphs"], has["paragraphs"]),
+            ratio(has["repeated_paragraph_chars"], chars),
+            ratio(has["repeated_lines"], has["lines"]),
+            ratio(has["repeated_line_chars"], chars),
+            *(ratio(has[name], chars) for name in REPEATS[-9:]),
         ]
+        rules = [share > most for share, most in zip(shares, limits, strict=True)]
         return FilterVerdict(first_broken(len(chars), rules))

@@ -10,6 +10,7 @@ from shoal.core.parts import part
 from shoal.fields.data.curate.protocols import CurateWork
 from shoal.fields.data.filters.costs import filter_estimate
 from shoal.fields.data.filters.protocols import FilterBatch, FilterVerdict, first_broken
+from shoal.fields.data.filters.statistics import sizes
 from shoal.ir import Estimate, Machine
 
 
@@ -38,12 +39,11 @@ class TextLength:
 
     def estimate(self, work: CurateWork, machine: Machine) -> Estimate:
         """One pass over the text."""
-        return filter_estimate(work, machine, 2e-9)
+        return filter_estimate(work, machine, 2e-10)
 
     def judge(self, batch: FilterBatch) -> FilterVerdict:
         """By counts."""
-        has = batch.counts()
-        chars, words = has["chars"], has["words"]
+        chars, words = sizes(batch.columns()).T
         rules = [
             chars < self.min_chars,
             chars > self.max_chars,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
+import numpy.typing as npt
 from annotated_types import MinLen
 
 from shoal.core.config import Kind
@@ -27,6 +28,10 @@ from shoal.ir import Estimate, Interval, Machine
 _ROWS = 4096
 # Examples of a shard, for each filter; their characters.
 _EXAMPLES, _SHOWN = 3, 240
+# Rows that are searched together for one that was changed.
+_COMPARED = 64
+# Bytes that are copied as quickly as they are made a part of a table of their own.
+_COPIED = 8192
 # Share of the text that is kept where no row can be looked at.
 _KEPT = 0.5
 
@@ -137,7 +142,7 @@ class FilterChain:
         self.tallies = {name: _StageTally() for name in names}
 
     def kept(self, batch: Any) -> Any:
-        """The rows of a record batch that pass, with their texts as they are now."""
+        """The rows of a record batch that pass, as a table, with their texts as they are now."""
         place = batch.schema.get_field_index(self._text)
         texts = FilterBatch(batch.column(place))
         changed = False
@@ -167,7 +172,17 @@ class FilterChain:
             now = texts.texts.cast(field_.type)
             columns = [now if at == place else column for at, column in enumerate(batch.columns)]
             batch = arrow().RecordBatch.from_arrays(columns, schema=batch.schema)
-        return batch if texts.alive.all() else batch.filter(arrow().array(texts.alive))
+        return _those(batch, texts.alive)
+
+
+def _those(batch: Any, alive: npt.NDArray[np.bool_]) -> Any:
+    """A table of some rows of a batch; long texts are not copied."""
+    edges = np.flatnonzero(np.diff(alive, prepend=False, append=False)).reshape(-1, 2)
+    if batch.nbytes < _COPIED * len(edges):
+        parts = [batch.filter(arrow().array(alive))]
+    else:
+        parts = [batch.slice(first, end - first) for first, end in edges.tolist()]
+    return arrow().Table.from_batches(parts, batch.schema)
 
 
 def _show(
@@ -180,14 +195,17 @@ def _show(
         tally.examples.append((before[at].as_py()[:_SHOWN], why))
     if texts.texts is before or len(tally.examples) >= _EXAMPLES:
         return
-    differ = arrow("compute").not_equal(before, texts.texts).to_numpy(zero_copy_only=False)
-    for at in np.flatnonzero(differ & texts.alive)[: _EXAMPLES - len(tally.examples)].tolist():
-        was, now = before[at].as_py(), texts.texts[at].as_py()
-        same = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), 0)
-        first = max(0, same - _SHOWN // 4)
-        tally.examples.append(
-            (was[first : first + _SHOWN], f"changed to: {now[first : first + _SHOWN]}")
-        )
+    for first in range(0, len(before), _COMPARED):
+        some = slice(first, first + _COMPARED)
+        differ = arrow("compute").not_equal(before[some], texts.texts[some])
+        changed = differ.to_numpy(zero_copy_only=False) & texts.alive[some]
+        for at in (first + np.flatnonzero(changed)).tolist():
+            was, now = before[at].as_py(), texts.texts[at].as_py()
+            same = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), 0)
+            shown = slice(max(0, same - _SHOWN // 4), max(0, same - _SHOWN // 4) + _SHOWN)
+            tally.examples.append((was[shown], f"changed to: {now[shown]}"))
+            if len(tally.examples) == _EXAMPLES:
+                return
 
 
 def _filter_shard(

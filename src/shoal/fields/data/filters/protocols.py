@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 class FilterBatch:
     """The texts of some rows, and which rows are still in.
 
-    What several filters count is counted once, of the rows that are in when it is first asked for.
-
     Args:
         texts: an array of Arrow, ``string`` or ``large_string``; a null is an empty text.
 
@@ -33,27 +31,15 @@ class FilterBatch:
     def __init__(self, texts: Any) -> None:
         self.texts = texts.cast(arrow().large_string()).fill_null("")
         self.alive = np.ones(len(texts), bool)
-        self._counted: dict[Any, Ints] = {}
 
-    def columns(self) -> Columns:
-        """The texts as memory, with the rows that are in."""
-        return statistics.columns_of(self.texts, self.alive)
-
-    def counts(self, brief: int = -1) -> Mapping[str, Ints]:
-        """Name of :data:`~shoal.fields.data.filters.statistics.COUNTS` -> int64 [n].
+    def columns(self, among: npt.NDArray[np.bool_] | None = None) -> Columns:
+        """The texts as memory, with the rows that are in.
 
         Args:
-            brief: most characters of a brief line; -1 counts neither these nor repeated lines.
+            among: bool [n], of which rows; None for all.
         """
-        if brief not in self._counted:
-            self._counted[brief] = statistics.describe(self.columns(), brief)
-        return dict(zip(statistics.COUNTS, self._counted[brief].T, strict=True))
-
-    def repeats(self) -> Mapping[str, Ints]:
-        """Name of :data:`~shoal.fields.data.filters.statistics.REPEATS` -> int64 [n]."""
-        if "repeats" not in self._counted:
-            self._counted["repeats"] = statistics.repeats(self.columns())
-        return dict(zip(statistics.REPEATS, self._counted["repeats"].T, strict=True))
+        alive = self.alive if among is None else self.alive & among
+        return statistics.columns_of(self.texts, alive)
 
     def replace(self, texts: Any) -> None:
         """Put other texts in the place of these.
@@ -62,7 +48,6 @@ class FilterBatch:
             texts: ``large_string`` [n], without nulls.
         """
         self.texts = texts
-        self._counted.clear()
 
 
 class FilterVerdict(NamedTuple):
@@ -88,6 +73,11 @@ def first_broken(n: int, rules: Sequence[npt.NDArray[np.bool_]]) -> Ints:
         rules: bool [n] each.
     """
     return np.select(rules, [np.int64(at) for at in range(len(rules))], np.int64(-1))
+
+
+def named(names: Sequence[str], counts: Ints) -> dict[str, Ints]:
+    """Name -> int64 [n], of counts [n, names]."""
+    return dict(zip(names, counts.T, strict=True))
 
 
 def ratio(part: Ints, whole: Ints) -> npt.NDArray[np.float64]:

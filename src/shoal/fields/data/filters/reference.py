@@ -27,14 +27,16 @@ def is_symbol(character: str) -> bool:
     return unicodedata.category(character)[0] in "PSC"
 
 
-def describe(text: str, brief: int) -> list[int]:
-    """The columns of :data:`~shoal.fields.data.filters.statistics.COUNTS`."""
-    words = text.split()
+def sizes(text: str) -> list[int]:
+    """The columns of :data:`~shoal.fields.data.filters.statistics.SIZES`."""
+    return [len(text), len(text.split())]
+
+
+def quality(text: str) -> list[int]:
+    """The columns of :data:`~shoal.fields.data.filters.statistics.QUALITY`."""
+    words, lines = text.split(), text.splitlines()
     solid = [word for word in words if not all(map(is_symbol, word))]
-    whole = text.splitlines()
-    lines = [line for line in text.split("\n") if line.strip()]
     return [
-        len(text),
         len(words),
         len(solid),
         sum(map(len, solid)),
@@ -42,16 +44,29 @@ def describe(text: str, brief: int) -> list[int]:
         text.count("#"),
         text.count("...") + text.count("…"),
         len(STOP_WORDS.intersection(words)),
-        len(whole),
-        sum(line.lstrip().startswith(BULLETS) for line in whole),
-        sum(line.rstrip().endswith(("...", "…")) for line in whole),
         len(lines),
-        sum(line.endswith(TERMINAL) for line in lines),
-        sum(len(line) <= brief for line in lines),
-        _repeated(lines)[1] if brief >= 0 else 0,
+        sum(line.lstrip().startswith(BULLETS) for line in lines),
+        sum(line.rstrip().endswith(("...", "…")) for line in lines),
+    ]
+
+
+def lines(text: str, brief: int) -> list[int]:
+    """The columns of :data:`~shoal.fields.data.filters.statistics.LINES`."""
+    full = [line for line in text.split("\n") if line.strip()]
+    return [
+        len(text),
+        len(text.split()),
         text.count("\n"),
+        len(full),
+        sum(line.endswith(TERMINAL) for line in full),
+        sum(len(line) <= brief for line in full),
         len(text.encode()),
     ]
+
+
+def repeated_lines(text: str) -> int:
+    """Characters of full lines that came before."""
+    return _repeated([line for line in text.split("\n") if line.strip()])[1]
 
 
 def repeats(text: str) -> list[int]:

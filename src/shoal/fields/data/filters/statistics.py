@@ -10,7 +10,7 @@ import ctypes
 import functools
 import unicodedata
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -27,8 +27,10 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
-COUNTS = (
-    "chars",
+SIZES = ("chars", "words")
+"""Columns of :func:`sizes`. Words are what spaces separate."""
+
+QUALITY = (
     "words",
     "solid_words",
     "solid_chars",
@@ -39,15 +41,11 @@ COUNTS = (
     "lines",
     "bullet_lines",
     "ellipsis_lines",
-    "full_lines",
-    "terminal_lines",
-    "brief_lines",
-    "repeated_line_chars",
-    "feeds",
-    "bytes",
 )
-"""Columns of :func:`describe`. Words are what spaces separate; solid ones have more than signs;
-full lines are what line feeds separate and is not blank."""
+"""Columns of :func:`quality`. Solid words have more than signs."""
+
+LINES = ("chars", "words", "feeds", "full_lines", "terminal_lines", "brief_lines", "bytes")
+"""Columns of :func:`lines`. Full lines are what line feeds separate and is not blank."""
 
 REPEATS = (
     "chars",
@@ -62,6 +60,8 @@ REPEATS = (
 )
 """Columns of :func:`repeats`, the last nine in characters."""
 
+# Of the library, in this order.
+_SOURCES = ("text", "counts", "repeats", "c4", "grams", "spans")
 # Code points that are looked up; beyond them are private ones.
 _CHARACTERS, _LETTERS, _MARKS = 0xE1000, 0x34000, 0xE0000
 _ALPHA, _SPACE, _BREAK, _SOLID, _TERMINAL, _ALNUM = 1, 2, 4, 8, 16, 32
@@ -116,7 +116,8 @@ def native(*flags: str) -> ctypes.CDLL | None:
     Args:
         flags: further compiler flags, by which the tests build it for other processors.
     """
-    source = Path(__file__).with_name("kernel.cpp").read_text("utf-8")
+    here = Path(__file__)
+    source = "".join(here.with_name(f"{name}.cpp").read_text("utf-8") for name in _SOURCES)
     try:
         library = build(source, name="textfilters", flags=flags)
     except BuildError as cause:
@@ -124,17 +125,20 @@ def native(*flags: str) -> ctypes.CDLL | None:
         return None
     begin: list[Any] = [c_void_p, c_void_p, c_int64]
     signatures: dict[str, list[Any]] = {
-        "describe": [c_void_p, c_void_p, c_int64, c_void_p],
-        "repeats": [c_void_p, c_void_p, c_void_p],
+        "sizes": [c_void_p] * 3,
+        "quality": [c_void_p, c_void_p, c_int64, c_void_p],
+        "lines": [c_void_p, c_void_p, c_int64, c_void_p],
+        "repeated_lines": [c_void_p] * 4,
+        "repeats": [c_void_p] * 4,
         "c4": [c_void_p] * 7,
         "gram_hashes": [c_void_p, c_int64, c_int64, c_void_p],
-        "hints": [c_void_p, c_void_p],
+        "spans": [c_void_p, c_int64, c_void_p],
         "contains": [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
     }
     for name, rest in signatures.items():
         function = getattr(library, name)
         function.argtypes = begin + rest
-        function.restype = c_int64 if name == "gram_hashes" else None
+        function.restype = c_int64 if name in ("gram_hashes", "spans") else None
     return library
 
 
@@ -158,44 +162,88 @@ def _classes() -> Bytes:
     return table
 
 
-def describe(texts: Columns, brief: int = -1) -> Ints:
-    """Counts of each document.
+def _each(
+    function: str, oracle: Callable[[str], Any], texts: Columns, width: int, *given: Any
+) -> Ints:
+    """Int64 [n, width] of a native function, or of what stands in for it; 0 for rows that are out.
 
     Args:
+        function: its name.
+        oracle: text -> numbers.
         texts: n documents.
-        brief: most characters of a brief line; -1 counts neither these nor repeated lines, which
-            is quicker.
-
-    Returns:
-        int64 [n, :data:`COUNTS`].
+        width: numbers of a row.
+        given: what the native function is told beside the texts.
     """
-    library, out = native(), np.zeros((texts.num, len(COUNTS)), np.int64)
+    library, out = native(), np.zeros((texts.num, width), np.int64)
     if library is None:
         for at in np.flatnonzero(texts.alive).tolist():
-            out[at] = reference.describe(texts.text(at), brief)
+            out[at] = oracle(texts.text(at))
         return out
     where = (*texts.addresses(), texts.alive.ctypes.data, _classes().ctypes.data)
-    library.describe(*where, brief, out.ctypes.data)
+    told = (one.ctypes.data if isinstance(one, np.ndarray) else one for one in given)
+    getattr(library, function)(*where, *told, out.ctypes.data)
     return out
 
 
-def repeats(texts: Columns) -> Ints:
+def sizes(texts: Columns) -> Ints:
+    """Characters and words of n documents, int64 [n, :data:`SIZES`]."""
+    return _each("sizes", reference.sizes, texts, len(SIZES))
+
+
+def quality(texts: Columns, enough: int = 8) -> Ints:
+    """Words, marks and lines.
+
+    Args:
+        texts: n documents.
+        enough: stop words from which on there may be more.
+
+    Returns:
+        int64 [n, :data:`QUALITY`].
+    """
+    return _each("quality", reference.quality, texts, len(QUALITY), enough)
+
+
+def lines(texts: Columns, brief: int) -> Ints:
+    """Lines of n documents.
+
+    Args:
+        texts: n documents.
+        brief: most characters of a brief line.
+
+    Returns:
+        int64 [n, :data:`LINES`].
+    """
+    return _each("lines", lambda text: reference.lines(text, brief), texts, len(LINES), brief)
+
+
+def repeated_lines(texts: Columns, enough: Ints) -> Ints:
+    """Characters of the lines that came before and are not blank.
+
+    Args:
+        texts: n documents.
+        enough: int64 [n], beyond which counting may stop.
+
+    Returns:
+        int64 [n].
+    """
+    return _each("repeated_lines", reference.repeated_lines, texts, 1, enough)[:, 0]
+
+
+def repeats(texts: Columns, limits: Sequence[float] | None = None) -> Ints:
     """What is repeated in each document.
 
     Args:
         texts: n documents.
+        limits: most shares: of the paragraphs, of the characters in paragraphs, of the lines, of
+            the characters in lines, and of the characters for each n-gram. With them, which is
+            quicker, what is repeated may be 0 where it is surely within its limit or where
+            something before it is not, and may be too low where it still is not.
 
     Returns:
         int64 [n, :data:`REPEATS`].
     """
-    library, out = native(), np.zeros((texts.num, len(REPEATS)), np.int64)
-    if library is None:
-        for at in np.flatnonzero(texts.alive).tolist():
-            out[at] = reference.repeats(texts.text(at))
-        return out
-    where = (*texts.addresses(), texts.alive.ctypes.data, _classes().ctypes.data)
-    library.repeats(*where, out.ctypes.data)
-    return out
+    told = None if limits is None else np.array(limits, np.float64)
+    return _each("repeats", reference.repeats, texts, len(REPEATS), told)
 
 
 def c4(texts: Columns, rules: Sequence[int]) -> tuple[npt.NDArray[np.int8], Any, Ints]:
@@ -236,22 +284,30 @@ def c4(texts: Columns, rules: Sequence[int]) -> tuple[npt.NDArray[np.int8], Any,
     )
 
 
-def hints(texts: Columns) -> Bytes:
-    """What personal data documents may have, without a compiler all of it.
+def spans(texts: Columns) -> Ints:
+    """Parts that may have personal data; without a compiler each document is one.
 
     Args:
-        texts: n documents.
+        texts: documents.
 
     Returns:
-        uint8 [n], a sum: 1 an at sign, 2 seven digits close together, 4 four numbers with dots
-        between them, 8 three colons close together.
+        int64 [parts, 4]: document; its byte where the part begins; that behind the part; what it
+            may be, a sum: 1 an e-mail address, 2 a card number, 4 and 8 an IP address of version 4
+            and 6, 16 a telephone number. A part has at least the byte before what it may be and
+            two behind it.
     """
     library = native()
     if library is None:
-        return 15 * texts.alive
-    out = np.zeros(texts.num, np.uint8)
-    library.hints(*texts.addresses(), texts.alive.ctypes.data, out.ctypes.data)
-    return out
+        rows = np.flatnonzero(texts.alive)
+        zeros = np.zeros(len(rows), np.int64)
+        return np.stack([rows, zeros, np.diff(texts.offsets)[rows], zeros + 31], axis=1)
+    out = np.empty((1024 + texts.num * 16, 4), np.int64)
+    while True:
+        where = (*texts.addresses(), texts.alive.ctypes.data)
+        found = library.spans(*where, len(out), out.ctypes.data)
+        if found <= len(out):
+            return out[:found]
+        out = np.empty((found, 4), np.int64)
 
 
 def gram_hashes(texts: Columns, n: int) -> Hashes:
