@@ -297,6 +297,7 @@ def test_catalogue_has_every_system_once() -> None:
         22: "megatron",
         24: "topo3",
         26: "prosper",
+        27: "ppp",
         29: "redco",
         35: "fsmoe",
         36: "datastates",

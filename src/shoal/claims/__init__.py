@@ -117,6 +117,7 @@ CLAIMS = PartTable(
         "qqt": "shoal.claims.experiments.qqt:QQTClaim",
         "guide": "shoal.claims.experiments.guide:GuideClaim",
         "pruning": "shoal.claims.experiments.pruning:PruningClaim",
+        "ppp": "shoal.claims.experiments.ppp:PPPClaim",
         "smash": "shoal.claims.experiments.smash:Smash",
         "ssdtrain": "shoal.claims.experiments.ssdtrain:SSDTrainClaim",
         "superpipeline": "shoal.claims.experiments.superpipeline:SuperpipelineClaim",

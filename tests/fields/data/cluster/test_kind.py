@@ -64,7 +64,7 @@ def names(plans: object) -> list[str]:
 def test_plans_are_ranked_by_loss_that_is_allowed_then_time() -> None:
     job = ClusterJob(data="photos:8000", k=100)
     plans = list(ClusterKind().plan(job, laptop()))
-    assert set(names(plans)) == set(table("clusterer"))
+    assert set(names(plans)) == set(table("clusterer")) - {"ppp"}
     assert names(plans)[0] == "fasterpam"
     excess = [plan.predicted["excess"].value for plan in plans]
     allowed = [value <= job.max_excess for value in excess]

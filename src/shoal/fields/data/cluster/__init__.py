@@ -1,7 +1,8 @@
-"""cluster: the job that groups objects around medoids, and the methods that find them.
+"""cluster: the job that groups objects, around medoids or centres, and the methods that do.
 
-Start reading at ``protocols.py``, then ``fasterpam.py``. The estimators of scikit-learn's style,
-``KMedoids``, ``FasterCLARA`` and ``FasterCLARANS``, are imported when they are used.
+Start reading at ``protocols.py``, then ``fasterpam.py`` and ``ppp/``. The estimators of
+scikit-learn's style, ``KMedoids``, ``FasterCLARA``, ``FasterCLARANS`` and ``PPP``, are imported
+when they are used.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from shoal.core.parts import PartTable, load_object
 
 if TYPE_CHECKING:
     from shoal.fields.data.cluster.estimators import FasterCLARA, FasterCLARANS, KMedoids
+    from shoal.fields.data.cluster.ppp.estimator import PPP
 
-__all__ = ["CLUSTERERS", "FasterCLARA", "FasterCLARANS", "KMedoids"]
+__all__ = ["CLUSTERERS", "PPP", "FasterCLARA", "FasterCLARANS", "KMedoids"]
 
 CLUSTERERS = PartTable(
     "clusterer",
@@ -24,13 +26,16 @@ CLUSTERERS = PartTable(
         "alternating": "shoal.fields.data.cluster.alternating:Alternating",
         "clara": "shoal.fields.data.cluster.clara:CLARA",
         "clarans": "shoal.fields.data.cluster.clarans:CLARANS",
+        "ppp": "shoal.fields.data.cluster.ppp.method:PartitivePartitioning",
     },
-    about="How medoids are found. Chosen by the key `method` of a job with `job: cluster`.",
+    about="How clusters are found. Chosen by the key `method` of a job with `job: cluster`.",
     protocol="shoal.fields.data.cluster.protocols:Clusterer",
 )
 
 
 def __getattr__(name: str) -> Any:
+    if name == "PPP":
+        return load_object(f"shoal.fields.data.cluster.ppp.estimator:{name}")
     if name in __all__:
         return load_object(f"shoal.fields.data.cluster.estimators:{name}")
     raise AttributeError(f"module 'shoal.fields.data.cluster' has no attribute {name!r}")

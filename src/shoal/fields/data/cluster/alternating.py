@@ -14,13 +14,14 @@ import numpy as np
 from shoal.core.parts import part
 from shoal.fields.data.cluster.costs import estimate_of, fitting
 from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult, ClusterWork
+from shoal.fields.data.cluster.solve import MedoidMethod
 from shoal.fields.data.cluster.starts import begin
 from shoal.fields.data.cluster.storage import Storage
 from shoal.ir import Estimate, Interval, Machine
 
 
 @part
-class Alternating:
+class Alternating(MedoidMethod):
     """Alternate assignment and choice of medoids, as k-means; fast, with a higher loss than PAM.
 
     Args:

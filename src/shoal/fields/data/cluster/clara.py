@@ -18,15 +18,12 @@ from shoal.core.random import generator
 from shoal.fields.data.cluster.costs import state_bytes
 from shoal.fields.data.cluster.fasterpam import FasterPAM
 from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult, ClusterWork
-from shoal.fields.data.cluster.search import Ids
-from shoal.fields.data.cluster.storage import Objects
+from shoal.fields.data.cluster.solve import BLOCK, MedoidMethod, to_medoids
 from shoal.ir import Estimate, Interval, Machine
-
-_BLOCK = 4_000_000
 
 
 @part
-class CLARA:
+class CLARA(MedoidMethod):
     """Cluster samples and return the medoids with the least loss on all objects; for large data.
 
     Args:
@@ -58,7 +55,7 @@ class CLARA:
                 "terms_s": {"data": total.value},
                 "memory_bytes": {
                     **one.memory_bytes,
-                    "medoids": state_bytes(size, work.k) + 4.0 * _BLOCK,
+                    "medoids": state_bytes(size, work.k) + 4.0 * BLOCK,
                     "objects": 16.0 * work.n * work.dim or 4.0 * work.n**2,
                 },
                 "bound": "compute",
@@ -98,7 +95,7 @@ class CLARA:
                 state=None,
                 rows=None,
                 tick=lambda done, loss, state: None,
-                computing=lambda done: None,
+                say=lambda done, text: None,
             )
             match = FasterPAM().search(inner)
             medoids = ids[match.medoids]
@@ -114,20 +111,3 @@ class CLARA:
                 {"medoids": best.tolist(), "swaps": swaps, "loss": loss, "losses": [*losses]},
             )
         return ClusteringResult(best, loss, swaps, self.samples, details={"losses": losses})
-
-
-def to_medoids(objects: Objects, medoids: Ids) -> tuple[Ids, np.ndarray]:
-    """Of every object, the place of its nearest medoid [n], and its dissimilarity [n].
-
-    Args:
-        objects: which are read by blocks; nothing of n² is kept.
-        medoids: int64 [k].
-    """
-    labels, nearest = np.empty(objects.n, np.int64), np.empty(objects.n, np.float32)
-    step = max(1, _BLOCK // len(medoids))
-    for first in range(0, objects.n, step):
-        rows = slice(first, min(first + step, objects.n))
-        to = objects.between(medoids, rows).T
-        labels[rows] = to.argmin(axis=1)
-        nearest[rows] = np.take_along_axis(to, labels[rows, None], 1)[:, 0]
-    return labels, nearest

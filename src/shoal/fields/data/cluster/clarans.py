@@ -19,6 +19,7 @@ from shoal.core.random import generator
 from shoal.fields.data.cluster.costs import estimate_of, fitting
 from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult, ClusterWork
 from shoal.fields.data.cluster.search import MedoidSearch, eager, native
+from shoal.fields.data.cluster.solve import MedoidMethod
 from shoal.fields.data.cluster.starts import start
 from shoal.fields.data.cluster.storage import Storage
 from shoal.ir import Estimate, Interval, Machine
@@ -28,7 +29,7 @@ _DRAWN = 64
 
 
 @part
-class CLARANS:
+class CLARANS(MedoidMethod):
     """Try random swaps until many in a row do not improve; reads few rows.
 
     Args:

@@ -16,8 +16,12 @@ from shoal.core.parts import Choice, table
 from shoal.fields.data.cluster.inputs import objects_of
 from shoal.fields.data.cluster.job import ClusterJob
 from shoal.fields.data.cluster.picture import cluster_map
-from shoal.fields.data.cluster.protocols import ClusteringProblem, State
-from shoal.fields.data.cluster.solve import ClusteringSolution, solve
+from shoal.fields.data.cluster.protocols import (
+    Clusterer,
+    Clustering,
+    ClusteringProblem,
+    State,
+)
 from shoal.fields.running import RunOutcome, RunProgress
 
 # Clusters of the picture.
@@ -25,7 +29,7 @@ _SHOWN = 20
 
 
 def execute(job: ClusterJob, choice: Choice, progress: RunProgress) -> RunOutcome:
-    """Cluster, and write ``labels.parquet``, ``medoids.json`` and a picture.
+    """Cluster, and write ``labels.parquet``, the method's own files and a picture of the sizes.
 
     Raises:
         ShoalError: the data cannot be read, or not be clustered like that.
@@ -43,61 +47,58 @@ def execute(job: ClusterJob, choice: Choice, progress: RunProgress) -> RunOutcom
 
     problem = ClusteringProblem(
         objects=objects,
-        k=job.k,
+        k=0 if job.k == "auto" else job.k,
         init=job.init,
         max_iter=job.max_iter,
         seed=job.seed,
         threads=job.threads,
         state=None if progress.state is None else dict(progress.state),
         tick=tick,
-        computing=lambda done: progress.say(done, "dissimilarities"),
+        say=progress.say,
     )
-    solution = solve(table("clusterer").build(choice, where="method"), problem)
-    result = solution.result
+    method: Clusterer = table("clusterer").build(choice, where="method")
+    clustering = method.cluster(problem)
     total_s = progress.seconds - read_s
-    _write(solution, progress.directory)
-    picture = cluster_map(objects, solution.labels, job.seed)
+    sizes = np.bincount(clustering.labels, minlength=len(clustering.names)).tolist()
+    _write(clustering, sizes, progress.directory)
+    picture = cluster_map(objects, clustering.labels, job.seed)
     write_atomic(progress.directory / "map.svg", picture)
     return RunOutcome(
-        measured={
-            "total_s": total_s,
-            "read_s": read_s,
-            "loss": solution.loss,
-            "swaps": float(result.swaps),
-            "passes": float(result.passes),
-        },
+        measured={"total_s": total_s, "read_s": read_s, **clustering.measured},
         details={
-            "converged": result.converged,
-            "medoids": np.asarray(result.medoids).tolist(),
-            "sizes": np.bincount(solution.labels, minlength=job.k).tolist(),
+            "converged": clustering.converged,
+            "what": clustering.what,
+            "names": [*clustering.names],
+            "sizes": sizes,
+            "files": [*clustering.files, *clustering.pictures],
+            **clustering.details,
         },
     )
 
 
-def _write(solution: ClusteringSolution, directory: Path) -> None:
-    """Labels as Parquet, medoids as JSON, a picture of the sizes; each file whole or not at all."""
+def _write(clustering: Clustering, sizes: list[int], directory: Path) -> None:
+    """Labels as Parquet, the method's files, a picture of the sizes; each whole or not at all."""
     arrow: Any = import_extra("pyarrow", extra="fields", purpose="writing labels")
     parquet: Any = import_extra("pyarrow.parquet", extra="fields", purpose="writing labels")
     columns = {
-        "object": np.arange(len(solution.labels)),
-        "label": solution.labels,
-        "medoid": np.asarray(solution.result.medoids)[solution.labels],
-        "dissimilarity": solution.nearest,
+        "object": np.arange(len(clustering.labels)),
+        "label": clustering.labels,
+        **clustering.columns,
     }
     text = io.BytesIO()
     parquet.write_table(arrow.table(columns), text)
     write_atomic(directory / "labels.parquet", text.getvalue())
-    sizes = np.bincount(solution.labels, minlength=len(solution.result.medoids))
-    medoids = np.asarray(solution.result.medoids).tolist()
-    write_json(
-        directory / "medoids.json",
-        {"medoids": medoids, "loss": solution.loss, "sizes": sizes.tolist()},
-    )
-    largest = np.argsort(-sizes, kind="stable")[:_SHOWN]
+    for name, value in clustering.files.items():
+        write_json(directory / name, value)
+    for name, svg in clustering.pictures.items():
+        write_atomic(directory / name, svg)
+    largest = np.argsort(-np.array(sizes), kind="stable")[:_SHOWN]
     picture = StackedBars(
         f"objects of the {len(largest)} largest of {len(sizes)} clusters",
         {
-            f"{place}: medoid {medoids[place]}": {"objects": float(sizes[place])}
+            f"{place}: {clustering.what} {clustering.names[place]}": {
+                "objects": float(sizes[place])
+            }
             for place in largest
         },
         lambda value: f"{value:,.0f}",

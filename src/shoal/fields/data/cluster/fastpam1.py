@@ -16,6 +16,7 @@ from shoal.fields.data.cluster import reference
 from shoal.fields.data.cluster.costs import estimate_of, fitting
 from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult, ClusterWork
 from shoal.fields.data.cluster.search import best_swap
+from shoal.fields.data.cluster.solve import MedoidMethod
 from shoal.fields.data.cluster.starts import begin
 from shoal.fields.data.cluster.storage import Storage
 from shoal.ir import Estimate, Interval, Machine
@@ -33,7 +34,7 @@ def rounds(work: ClusterWork) -> Interval:
 
 
 @part
-class FastPAM1:
+class FastPAM1(MedoidMethod):
     """Execute the best swap of each round; gives the result of PAM, faster.
 
     Args:

@@ -12,7 +12,7 @@ from shoal.ir import Job, Plan, Report
 
 
 class ClusterJob(Job):
-    """Group objects around k of themselves, the medoids.
+    """Group objects, around medoids or centres.
 
     Args:
         job: the kind of job.
@@ -20,12 +20,12 @@ class ClusterJob(Job):
         data: a file of vectors (.npy, .parquet, .csv, .jsonl), or of dissimilarities with
             ``metric: precomputed``; or ``photos:N``, N descriptors of photographs.
         columns: those that make up a vector; empty for every column of numbers.
-        k: clusters.
+        k: clusters; ``auto`` for a method that finds how many, to which a number is the most.
         metric: the distance: ``euclidean``, ``cosine``, any name of scikit-learn's, or
             ``precomputed``.
         symmetric: refuse precomputed dissimilarities that are not; if false, row o and column c say
             how far object o is from medoid c.
-        method: how medoids are found; None lets the planner choose.
+        method: how clusters are found; None lets the planner choose.
         init: the start: ``random``, ``build`` or ``lab``.
         max_iter: most passes over the candidates, or swaps of a method that makes one a pass.
         max_excess: loss above that of FasterPAM, as a share, that may be paid for time.
@@ -37,7 +37,7 @@ class ClusterJob(Job):
     name: str = Field(default="cluster", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     data: str
     columns: tuple[str, ...] = ()
-    k: PositiveInt = 8
+    k: PositiveInt | Literal["auto"] = 8
     metric: str = "euclidean"
     symmetric: bool = True
     method: Annotated[Choice, Kind("clusterer")] | None = None
@@ -61,4 +61,4 @@ class ClusterPlan(Plan[ClusterJob]):
 
 
 class ClusterReport(Report[ClusterPlan]):
-    """A clustering's report; its details have ``sizes`` and ``medoids``."""
+    """A clustering's report; its details have ``sizes`` and ``names``."""

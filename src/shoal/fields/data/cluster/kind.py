@@ -1,11 +1,11 @@
-"""The job ``cluster``: group objects around medoids."""
+"""The job ``cluster``: group objects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
@@ -22,22 +22,24 @@ _SHOWN = 8
 
 @part
 class ClusterKind(KindHere):
-    """Group the objects of a file around k of themselves."""
+    """Group the objects of a file, around medoids or centres."""
 
-    summary: ClassVar = "group objects around medoids"
+    summary: ClassVar = "group objects around medoids or centres"
     job_type: ClassVar = ClusterJob
     plan_type: ClassVar = ClusterPlan
     report_type: ClassVar = ClusterReport
     subject: ClassVar = "data"
     example: ClassVar = {"data": "photos:600", "k": 6}
     flags: ClassVar = (
-        Flag(name="k", path="k", help="Number of clusters."),
+        Flag(name="k", path="k", help="Number of clusters, or auto."),
         Flag(
             name="metric",
             path="metric",
             help="euclidean, cosine, any of scikit-learn, or precomputed.",
         ),
-        Flag(name="method", path="method", help="How medoids are found, such as fasterpam."),
+        Flag(
+            name="method", path="method", help="How clusters are found, such as fasterpam or ppp."
+        ),
         Flag(name="init", path="init", help="Initialization: random, build or lab."),
         Flag(name="threads", path="threads", help="Threads that compare candidates with medoids."),
         Flag(name="seed", path="seed", help="Random seed."),
@@ -50,6 +52,8 @@ class ClusterKind(KindHere):
         Quantity(name="loss", label="loss", better="lower"),
         Quantity(name="swaps", label="swaps"),
         Quantity(name="passes", label="passes"),
+        Quantity(name="clusters", label="clusters"),
+        Quantity.of_share("separable", "objects that are surely in their cluster", "higher"),
     )
 
     def plan(self, job: ClusterJob, machine: Machine) -> Sequence[ClusterPlan]:
@@ -71,21 +75,23 @@ class ClusterKind(KindHere):
         return f"{plan.job.method or 'no method'}{worse}"
 
     def results(self, report: ClusterReport, directory: Path) -> Sequence[Table | str]:
-        """The largest clusters, and where labels and medoids lie."""
-        sizes: list[int] = report.details.get("sizes", [])
-        medoids: list[int] = report.details.get("medoids", [])
+        """The largest clusters, and where the files lie."""
+        details = report.details
+        sizes: list[int] = details.get("sizes", [])
+        names: list[Any] = details.get("names", details.get("medoids", []))
+        files: list[str] = details.get("files", ["medoids.json"])
         order = sorted(range(len(sizes)), key=lambda place: -sizes[place])[:_SHOWN]
         largest = Table(
             title=f"the largest of {len(sizes)} clusters",
-            columns=("cluster", "medoid", "objects"),
-            rows=tuple((str(at), str(medoids[at]), f"{sizes[at]:,}") for at in order),
+            columns=("cluster", details.get("what", "medoid"), "objects"),
+            rows=tuple((str(at), str(names[at]), f"{sizes[at]:,}") for at in order),
             right="rrr",
         )
         lines = [
             f"labels:  {directory / 'labels.parquet'}",
-            f"medoids: {directory / 'medoids.json'}",
+            *(f"{name.partition('.')[0] + ':':8} {directory / name}" for name in files),
             f"map:     {directory / 'map.svg'}, sizes: {directory / 'clusters.svg'}",
         ]
-        if not report.details.get("converged", True):
+        if not details.get("converged", True):
             lines.append("the search stopped at its limit")
         return [largest, *lines]

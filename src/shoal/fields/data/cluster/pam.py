@@ -13,12 +13,13 @@ from shoal.core.parts import part
 from shoal.fields.data.cluster.costs import estimate_of, fitting
 from shoal.fields.data.cluster.fastpam1 import EXCESS, rounds, steepest
 from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult, ClusterWork
+from shoal.fields.data.cluster.solve import MedoidMethod
 from shoal.fields.data.cluster.storage import Storage
 from shoal.ir import Estimate, Interval, Machine
 
 
 @part
-class PAM:
+class PAM(MedoidMethod):
     """The original method, compiled; the baseline, k times slower than the others.
 
     Args:

@@ -10,7 +10,7 @@ from shoal.core.sizes import human_bytes
 from shoal.fields.data.cluster.costs import rates_of
 from shoal.fields.data.cluster.inputs import shape_of
 from shoal.fields.data.cluster.job import ClusterJob, ClusterPlan
-from shoal.fields.data.cluster.protocols import Clusterer, ClusterWork
+from shoal.fields.data.cluster.protocols import Clusterer, ClusterError, ClusterWork
 from shoal.fields.data.cluster.solve import check_k
 from shoal.ir import Interval, Machine
 
@@ -22,8 +22,9 @@ def work_of(job: ClusterJob, machine: Machine, n: int, dim: int) -> ClusterWork:
     """What the estimates of the methods read."""
     return ClusterWork(
         n=n,
-        k=job.k,
+        k=0 if job.k == "auto" else job.k,
         dim=dim,
+        metric=job.metric,
         threads=job.threads,
         init=job.init,
         max_iter=job.max_iter,
@@ -43,9 +44,14 @@ def plan_cluster(job: ClusterJob, machine: Machine) -> list[ClusterPlan]:
         DataError: the data cannot be read.
     """
     n, dim, note = shape_of(job)
-    check_k(job.k, n)
+    if job.k != "auto":
+        check_k(job.k, n)
     work = work_of(job, machine, n, dim)
     plans = [_plan(job, machine, work, method, note) for method in _methods(job, work, machine)]
+    if not plans and job.k == "auto":
+        raise ClusterError(
+            f"k = auto: no method finds it with metric = {job.metric}; give k, or choose euclidean"
+        )
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
         least = min((p.predicted["memory_bytes"].value for p in plans), default=0.0)
@@ -57,7 +63,8 @@ def plan_cluster(job: ClusterJob, machine: Machine) -> list[ClusterPlan]:
         )
 
     def rank(plan: ClusterPlan) -> tuple[bool, float, float]:
-        excess, seconds = plan.predicted["excess"].value, plan.predicted["total_s"].value
+        assumed, seconds = plan.predicted.get("excess"), plan.predicted["total_s"].value
+        excess = assumed.value if assumed is not None else 0.0
         worse = excess > job.max_excess
         return worse, excess if worse else 0.0, seconds
 
@@ -66,10 +73,16 @@ def plan_cluster(job: ClusterJob, machine: Machine) -> list[ClusterPlan]:
 
 def _methods(job: ClusterJob, work: ClusterWork, machine: Machine) -> Iterator[Clusterer]:
     clusterers = table("clusterer")
+    finders = [name for name in clusterers if clusterers.build(name).finds_k]
     if job.method is not None:
+        if job.k == "auto" and job.method.name not in finders:
+            raise ClusterError(
+                f"k = auto: {job.method.name} needs the number of clusters; give k, or one of the "
+                f"methods that find it: {', '.join(finders)}"
+            )
         yield clusterers.build(job.method, where="method")
         return
-    for name in clusterers:
+    for name in finders if job.k == "auto" else clusterers:
         yield from clusterers.build(name).candidates(work, machine)
 
 
@@ -83,8 +96,7 @@ def _plan(
     basis = "timed on this machine" if work.rates.measured else "derived from its description"
     needs = ", ".join(f"{human_bytes(size)} {what}" for what, size in cost.memory_bytes.items())
     notes = [
-        f"rates {basis}; passes, swaps and the loss over FasterPAM's are assumed from runs on "
-        "descriptors of photographs, 1,000 to 8,000 objects",
+        f"rates {basis}; {method.assumes}",
         *([note] if note else []),
     ]
     return ClusterPlan(
@@ -93,7 +105,7 @@ def _plan(
         predicted={
             "total_s": cost.step_s,
             "memory_bytes": Interval.around(memory, 0.3),
-            "excess": excess,
+            **({} if excess is None else {"excess": excess}),
         },
         planner="clusterers",
         fits=not capacity or memory <= capacity,

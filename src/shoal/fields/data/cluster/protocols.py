@@ -1,17 +1,26 @@
-"""What a method of k-medoids is, what it is given, and what it returns.
+"""What a method that clusters is, what it is given, and what it returns.
 
-A method reads rows of dissimilarities and moves medoids until no move that it knows improves the
-loss, the sum over all objects of the dissimilarity to their nearest medoid. It keeps no state: what
-it has reached so far is handed to ``ClusteringProblem.tick`` several times a second, as plain JSON,
-and a search that is given such a state goes on from there to the medoids that it would have ended
-with.
+A method of k-medoids reads rows of dissimilarities and moves medoids until no move that it knows
+improves the loss, the sum over all objects of the dissimilarity to their nearest medoid. It keeps
+no state: what it has reached so far is handed to ``ClusteringProblem.tick`` several times a second,
+as plain JSON, and a search that is given such a state goes on from there to the medoids that it
+would have ended with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    Self,
+    TypeAlias,
+    runtime_checkable,
+)
 
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError
@@ -57,12 +66,15 @@ class ClusterWork(Value):
     """What is clustered, as the methods' estimates see it.
 
     Args:
+        k: clusters; 0 where the method finds how many.
         dim: numbers of one vector; 0 where the dissimilarities are given.
+        metric: of the vectors.
     """
 
     n: int
     k: int
     dim: int = 0
+    metric: str = "euclidean"
     threads: int = 1
     init: Literal["random", "build", "lab"] = "random"
     max_iter: int = 100
@@ -71,18 +83,19 @@ class ClusterWork(Value):
 
 @dataclass
 class ClusteringProblem:
-    """One search for k medoids.
+    """One clustering.
 
     Args:
         objects: what is clustered.
-        k: clusters, 2 to n - 1; fewer and more need no search.
+        k: clusters; a search for medoids is given 2 to n - 1, fewer and more need none. 0 where the
+            method finds how many.
         start: int64 [k] initial medoids, or None for ``init``.
         init: ``random``, ``build`` or ``lab``.
         max_iter: most passes over the candidates.
         seed: of everything random.
         state: where a search that was stopped stood.
         tick: receives the progress.
-        computing: receives the computed share of the kept dissimilarities.
+        say: receives a share that is done, and what is being done.
     """
 
     objects: Objects
@@ -94,14 +107,16 @@ class ClusteringProblem:
     threads: int = 1
     state: State | None = None
     tick: Tick = lambda done, loss, state: None
-    computing: Callable[[float], None] = lambda done: None
+    say: Callable[[float, str], None] = lambda done, text: None
     rows: DissimilarityRows | None = None
 
     def kept(self, storage: Storage) -> DissimilarityRows:
         """The dissimilarities, kept as a method wants them."""
         from shoal.fields.data.cluster.storage import kept
 
-        return self.rows if self.rows is not None else kept(self.objects, storage, self.computing)
+        if self.rows is not None:
+            return self.rows
+        return kept(self.objects, storage, lambda done: self.say(done, "dissimilarities"))
 
 
 @dataclass(frozen=True)
@@ -124,18 +139,69 @@ class ClusteringResult:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Clustering:
+    """Clusters of objects, as a run keeps and shows them.
+
+    Args:
+        labels: int64 [n], from 0 on.
+        measured: quantity of the kind -> value.
+        what: what a cluster is named after, such as ``medoid``.
+        names: of each cluster, which that is.
+        columns: name -> [n], of ``labels.parquet`` besides object and label.
+        files: name -> JSON.
+        pictures: name -> SVG.
+        converged: more steps would change nothing.
+        details: of the report, as JSON.
+    """
+
+    labels: Any
+    measured: Mapping[str, float]
+    what: str
+    names: Sequence[str]
+    columns: Mapping[str, Any]
+    files: Mapping[str, Any]
+    pictures: Mapping[str, str] = field(default_factory=dict)
+    converged: bool = True
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
 @runtime_checkable
 class Clusterer(Protocol):
-    """A part of kind ``clusterer``: one way to find medoids."""
+    """A part of kind ``clusterer``: one way to cluster.
+
+    Attributes:
+        finds_k: it finds the number of clusters, and takes the job's ``k`` for the most.
+        assumes: what its estimates assume of the data, as part of a sentence.
+    """
+
+    finds_k: ClassVar[bool]
+    assumes: ClassVar[str]
 
     def estimate(self, work: ClusterWork, machine: Machine) -> Estimate:
         """Seconds of the whole search, dissimilarities included, and bytes by cause."""
 
-    def excess(self, work: ClusterWork) -> Interval:
-        """Loss over that of FasterPAM, minus one: an assumption from the runs in ``docs``."""
+    def excess(self, work: ClusterWork) -> Interval | None:
+        """Loss over that of FasterPAM, minus one: an assumption from the runs in ``docs``.
+
+        None for a method that minimizes something else.
+        """
 
     def candidates(self, work: ClusterWork, machine: Machine) -> Iterator[Self]:
         """With which options it is worth trying here; nothing, if it is not."""
+
+    def cluster(self, problem: ClusteringProblem) -> Clustering:
+        """Cluster the objects.
+
+        Raises:
+            ClusterError: there cannot be so many clusters; objects of a kind that it does not take;
+                there is not enough memory for what it keeps.
+        """
+
+
+@runtime_checkable
+class MedoidSearcher(Protocol):
+    """A method that finds medoids."""
 
     def search(self, problem: ClusteringProblem) -> ClusteringResult:
         """Find medoids.

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from shoal.fields.data.cluster.clara import to_medoids
+from shoal.core.parts import part
 from shoal.fields.data.cluster.protocols import (
-    Clusterer,
     ClusterError,
+    Clustering,
     ClusteringProblem,
     ClusteringResult,
+    MedoidSearcher,
 )
 from shoal.fields.data.cluster.search import Ids
+from shoal.fields.data.cluster.storage import Objects
 
-# Numbers of one block of rows.
-_BLOCK = 4_000_000
+BLOCK = 4_000_000
+"""Numbers of one block of rows."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def check_k(k: int, n: int) -> None:
         )
 
 
-def solve(method: Clusterer, problem: ClusteringProblem) -> ClusteringSolution:
+def solve(method: MedoidSearcher, problem: ClusteringProblem) -> ClusteringSolution:
     """Find medoids, and assign every object.
 
     Raises:
@@ -74,9 +78,75 @@ def solve(method: Clusterer, problem: ClusteringProblem) -> ClusteringSolution:
 def _middle(problem: ClusteringProblem) -> ClusteringResult:
     """The one medoid: the object with the least sum, of all."""
     objects, sums = problem.objects, np.empty(problem.objects.n)
-    step = max(1, _BLOCK // objects.n)
+    step = max(1, BLOCK // objects.n)
     for first in range(0, objects.n, step):
         rows = slice(first, first + step)
         sums[rows] = objects.between(rows, slice(None)).sum(axis=1, dtype=np.float64)
     best = int(sums.argmin())
     return ClusteringResult(np.array([best]), float(sums[best]), 0, 1)
+
+
+def to_medoids(objects: Objects, medoids: Ids) -> tuple[Ids, np.ndarray]:
+    """Of every object, the place of its nearest medoid [n], and its dissimilarity [n].
+
+    Args:
+        objects: which are read by blocks; nothing of n² is kept.
+        medoids: int64 [k].
+    """
+    labels, nearest = np.empty(objects.n, np.int64), np.empty(objects.n, np.float32)
+    step = max(1, BLOCK // len(medoids))
+    for first in range(0, objects.n, step):
+        rows = slice(first, min(first + step, objects.n))
+        to = objects.between(medoids, rows).T
+        labels[rows] = to.argmin(axis=1)
+        nearest[rows] = np.take_along_axis(to, labels[rows, None], 1)[:, 0]
+    return labels, nearest
+
+
+@part
+class MedoidMethod(ABC):
+    """Base of the methods that find medoids."""
+
+    finds_k: ClassVar[bool] = False
+    assumes: ClassVar[str] = (
+        "passes, swaps and the loss over FasterPAM's are assumed from runs on descriptors of "
+        "photographs, 1,000 to 8,000 objects"
+    )
+
+    @abstractmethod
+    def search(self, problem: ClusteringProblem) -> ClusteringResult:
+        """Find medoids."""
+
+    def cluster(self, problem: ClusteringProblem) -> Clustering:
+        """Find medoids, and assign every object to the nearest.
+
+        Raises:
+            ClusterError: k is below 1 or above n; there is not enough memory.
+        """
+        solution = solve(self, problem)
+        result = solution.result
+        medoids = np.asarray(result.medoids)
+        sizes = np.bincount(solution.labels, minlength=len(medoids)).tolist()
+        return Clustering(
+            labels=solution.labels,
+            measured={
+                "loss": solution.loss,
+                "swaps": float(result.swaps),
+                "passes": float(result.passes),
+            },
+            what="medoid",
+            names=[str(medoid) for medoid in medoids],
+            columns={
+                "medoid": medoids[solution.labels],
+                "dissimilarity": solution.nearest,
+            },
+            files={
+                "medoids.json": {
+                    "medoids": medoids.tolist(),
+                    "loss": solution.loss,
+                    "sizes": sizes,
+                }
+            },
+            converged=result.converged,
+            details={"medoids": medoids.tolist()},
+        )

@@ -105,6 +105,10 @@ class Vectors:
         """Only these objects."""
         return Vectors(self._X[ids], self.metric)
 
+    def rows(self) -> Any:
+        """The matrix [n, d]."""
+        return self._X
+
 
 def _check_name(metric: str) -> None:
     names = import_extra(
