@@ -22,7 +22,8 @@ from shoal.core.extras import import_extra
 from shoal.core.parts import part, table
 from shoal.core.random import generator
 from shoal.corpora.photos import photo_descriptors
-from shoal.fields.data.cluster.protocols import Clusterer, ClusteringProblem, ClusteringResult
+from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult
+from shoal.fields.data.cluster.solve import MedoidMethod
 from shoal.fields.data.cluster.storage import Matrix, Vectors
 
 _MOST = 10_000
@@ -94,7 +95,7 @@ def _start(n: int, k: int, seed: int) -> Any:
 def _found(
     name: str, objects: Vectors, rows: Matrix, start: Any, most: int = _MOST
 ) -> ClusteringResult:
-    method: Clusterer = table("clusterer").build(name)
+    method: MedoidMethod = table("clusterer").build(name)
     return method.search(
         ClusteringProblem(objects, len(start), start=start, max_iter=most, rows=rows)
     )

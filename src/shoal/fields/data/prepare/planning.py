@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from shoal.core.errors import PlanError
 from shoal.core.parts import Choice
+from shoal.core.scratch import scratch_directory
 from shoal.core.sizes import human_bytes
 from shoal.fields.data.prepare.batches import PrepTable
 from shoal.fields.data.prepare.guide import guide, warnings, work_of
@@ -47,9 +46,9 @@ def plan_prepare(job: PrepareJob, machine: Machine) -> list[PreparePlan]:
         PrepareError: the steps do not go together, or there is no such target.
     """
     rows = table_of(job)
-    with tempfile.TemporaryDirectory(prefix="shoal-prepare-") as place:
+    with scratch_directory("prepare") as place:
         shards = rows.shards(BadRowCount())
-        sketches, bad = Passes(shards, Path(place), job.pool, job.workers).profile()
+        sketches, bad = Passes(shards, place, job.pool, job.workers).profile()
     profile = profile_of(sketches)
     work = work_of(profile, job.target, machine, job.seed)
     notes = warnings(profile, job.target)

@@ -25,21 +25,21 @@ _GAIN, _OVERLAP = 10.0, 0.05
 _EM_STEPS = 20
 
 
-class Moments(NamedTuple):
+class ClusterMoments(NamedTuple):
     """Of the clusters of a partition: mass [K], means [K, D], scatter [K, D, D]."""
 
     mass: np.ndarray
     means: np.ndarray
     scatter: np.ndarray
 
-    def merged(self, a: int, b: int) -> Moments:
+    def merged(self, a: int, b: int) -> ClusterMoments:
         """With two clusters as one, the last."""
         rest = [at for at in range(len(self.mass)) if at not in (a, b)]
         mass = self.mass[a] + self.mass[b]
         share = self.mass[[a, b]] / mass
         apart = self.means[a] - self.means[b]
         both = self.scatter[a] + self.scatter[b] + np.outer(apart, apart) * share.prod() * mass
-        return Moments(
+        return ClusterMoments(
             np.append(self.mass[rest], mass),
             np.concatenate([self.means[rest], (share @ self.means[[a, b]])[None]]),
             np.concatenate([self.scatter[rest], both[None]]),
@@ -55,7 +55,7 @@ class Moments(NamedTuple):
         return float(-2.0 * fit + parameters(form, *self.means.shape) * np.log(rows))
 
 
-def moments_of(points: WeightedPoints, labels: Ids) -> Moments:
+def moments_of(points: WeightedPoints, labels: Ids) -> ClusterMoments:
     """Moments of the clusters of a partition.
 
     Args:
@@ -67,10 +67,10 @@ def moments_of(points: WeightedPoints, labels: Ids) -> Moments:
     means = member @ points.X / mass[:, None]
     apart = points.X - means[labels]
     scatter = [(apart.T * row) @ apart for row in member]
-    return Moments(mass, means, np.stack(scatter))
+    return ClusterMoments(mass, means, np.stack(scatter))
 
 
-def form_of(moments: Moments) -> CovarianceForm:
+def form_of(moments: ClusterMoments) -> CovarianceForm:
     """The form of covariances with the least BIC."""
     return min(FORMS, key=moments.bic)
 
@@ -121,7 +121,7 @@ def overlaps(points: WeightedPoints, posterior: np.ndarray) -> np.ndarray:
     return result
 
 
-def _gains(moments: Moments, form: CovarianceForm) -> np.ndarray:
+def _gains(moments: ClusterMoments, form: CovarianceForm) -> np.ndarray:
     """[K, K]: how much the BIC grows if two clusters become one."""
     count = len(moments.mass)
     result, now = np.full((count, count), np.inf), moments.bic(form)
