@@ -8,7 +8,6 @@ of Shoal's home for this processor; a machine that is only described is taken to
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -19,9 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from shoal.core.config import parse
-from shoal.core.errors import ConfigError
-from shoal.core.files import shoal_home, write_json
 from shoal.core.measure import num_cores
 from shoal.core.native import cpu_model
 from shoal.core.parts import table
@@ -36,6 +32,7 @@ from shoal.fields.data.mine.protocols import (
     MiningProblem,
     TooManyError,
 )
+from shoal.fields.rates import kept_rates
 from shoal.ir import Device, Estimate, Interval, Machine, MemoryTier
 
 # Fewest baskets of a sample, and the least support in it, below which chance decides.
@@ -181,8 +178,10 @@ def _spread(baskets: Baskets, size: int) -> Baskets:
         return baskets
     places = np.arange(size) + generator(0, purpose="mining sample").random(size)
     some = baskets.rows((places * (baskets.num_baskets / size)).astype(np.int64))
-    names, ids = np.unique(some.ids, return_inverse=True)
-    return Baskets(some.begins, ids.astype(np.int32), names)
+    there = np.zeros(baskets.num_items, np.bool_)
+    there[some.ids] = True
+    numbers = np.cumsum(there, dtype=np.int32) - 1
+    return Baskets(some.begins, numbers[some.ids], np.flatnonzero(there))
 
 
 def _few_sets(problem: MiningProblem) -> tuple[MiningProblem, Itemsets]:
@@ -216,20 +215,7 @@ def rates_here() -> MineRates:
     Raises:
         ConfigError: the file of what was timed is damaged.
     """
-    path = shoal_home() / "mining.json"
-    known: dict[str, Any] = {}
-    if path.exists():
-        try:
-            known = json.loads(path.read_bytes())
-            if cpu_model() in known:
-                return parse(MineRates, known[cpu_model()], where=str(path))
-        except (OSError, ValueError, TypeError, ConfigError) as cause:
-            raise ConfigError(
-                f"{path}: cannot be read ({cause}); remove it, and it is measured again"
-            ) from cause
-    result = timed()
-    write_json(path, {**known, cpu_model(): result.model_dump()})
-    return result
+    return kept_rates("mining.json", cpu_model(), MineRates, timed)
 
 
 def timed() -> MineRates:
