@@ -45,12 +45,12 @@ CASES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
         ],
     ),
     "parse_logs": ("grouping_accuracy", [("imports", {})]),
-    "dedupe": ("kept", [("stdlib", {"threshold": 0.8})]),
+    "dedupe": ("kept_share", [("stdlib", {"threshold": 0.8})]),
     "sparse_code": (
         "free_energy",
         [("bars:2000:mca", {}), ("bars:2000:bsc", {}), ("patches:5000", {"components": 64})],
     ),
-    "curate": ("kept", [("stdlib", {"keep": 0.7}), ("digits", {"keep": 0.7})]),
+    "curate": ("kept_share", [("stdlib", {"keep": 0.7}), ("digits", {"keep": 0.7})]),
 }
 
 

@@ -164,7 +164,9 @@ def test_the_effect_on_loss(tmp_path: Path) -> None:
     assert all(len(seeds) == 2 for held in effect["losses"].values() for seeds in held.values())
     # Trained on prose alone it knows prose better.
     assert effect["change"]["kept rows"]["value"] < -0.02
-    assert "trained on kept rows" in CurateKind().results(report, tmp_path / "run")[1].columns  # type: ignore[union-attr]
+    _, examples, effect, *_ = CurateKind().results(report, tmp_path / "run")
+    assert isinstance(examples, Table) and "why" in examples.columns
+    assert isinstance(effect, Table) and "trained on kept rows" in effect.columns
     assert CurateJob(data="x", effect=True).effect == EffectSettings()
     with pytest.raises(DataError, match="effect on loss needs"):
         run(
