@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError
 from shoal.core.files import shoal_home, write_json
+from shoal.ir import Machine
 
 _Rates = TypeVar("_Rates", bound=Value)
 
@@ -40,6 +41,18 @@ def kept_rates(file: str, key: str, cls: type[_Rates], timed: Callable[[], _Rate
     result = timed()
     write_json(path, {**known, key: result.model_dump()})
     return result
+
+
+def core_share(machine: Machine, known: float) -> float:
+    """How fast a core of a described machine is, over one whose rates are known.
+
+    Args:
+        machine: the host of a GPU is not described, and has cores of a server.
+        known: FLOP/s in fp32 of the core whose rates are known.
+    """
+    cores = max(machine.device.num_cores or 1, 1)
+    flops = machine.device.peak_flops.get("fp32", known * cores) / cores
+    return 1.0 if machine.device.kind == "gpu" else min(max(flops / known, 0.1), 2.0)
 
 
 def least_seconds(run: Callable[[], Any], times: int = 3) -> tuple[float, Any]:

@@ -4,7 +4,7 @@ Source: Probabilistic Partitive Partitioning, 2020.
 
 Iris, wine, digits, ten sets of blobs with 2 to 12 clusters of unequal size, and uniform noise; each
 is clustered from all seeds, and from each of them with its rows in all orders. Beside PPP stand
-k-means, which is told the number of clusters, X-means, and scikit-learn's HDBSCAN with its
+k-means, which is given the number of clusters, X-means, and scikit-learn's HDBSCAN with its
 defaults. The A/A run has k-means in the place of PPP, or X-means where
 the number of clusters counts.
 """

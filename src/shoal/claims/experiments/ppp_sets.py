@@ -138,7 +138,7 @@ def outcomes(pool: Any, data: LabelledSet, salt: int, seeds: int, orders: int) -
 
 
 def kmeans_labels(data: LabelledSet, seeds: int) -> Any:
-    """Labels [seeds, n] of k-means that is told the number of clusters."""
+    """Labels [seeds, n] of k-means that is given the number of clusters."""
     from sklearn.cluster import KMeans
 
     k = data.clusters

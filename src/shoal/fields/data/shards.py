@@ -110,7 +110,7 @@ def _call(
 
 
 def _mark(directory: Path, at: int) -> Path:
-    """Hidden, so that the directory holds data alone for whoever reads it next."""
+    """Hidden, so that the directory holds only data for the next job that reads it."""
     return directory / f".{at:06}.json"
 
 

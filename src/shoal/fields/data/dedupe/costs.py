@@ -15,7 +15,7 @@ from shoal.fields.data.minhash.hasher import MinHasher, text_digests
 from shoal.fields.data.minhash.lsh import KeyedRows, RowClusters, sorted_runs
 from shoal.fields.data.readers import arrow
 from shoal.fields.data.sources import SHARD_BYTES
-from shoal.fields.rates import kept_rates, least_seconds
+from shoal.fields.rates import core_share, kept_rates, least_seconds
 from shoal.ir import Estimate, Interval, Machine
 
 # Bytes of text of a word with its space, of English and of program text alike.
@@ -107,11 +107,7 @@ def rates_of(machine: Machine) -> DedupeRates:
     """
     if machine.fingerprint.get("cpu") == cpu_model():
         return kept_rates("dedupe.json", cpu_model(), DedupeRates, timed)
-    cores = max(machine.device.num_cores or 1, 1)
-    flops = machine.device.peak_flops.get("fp32", _KNOWN * cores) / cores
-    if machine.device.kind == "gpu":  # its host is not described; a core of a server
-        flops = _KNOWN
-    share = min(max(flops / _KNOWN, 0.1), 2.0)
+    share = core_share(machine, _KNOWN)
     scaled = {name: share * rate for name, rate in _CORE.items()}
     return DedupeRates(**scaled, spread=_SPREAD_DERIVED, measured=False)
 

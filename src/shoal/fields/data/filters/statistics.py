@@ -172,7 +172,7 @@ def _each(
         oracle: text -> numbers.
         texts: n documents.
         width: numbers of a row.
-        given: what the native function is told beside the texts.
+        given: further arguments of the native function.
     """
     library, out = native(), np.zeros((texts.num, width), np.int64)
     if library is None:
@@ -180,8 +180,8 @@ def _each(
             out[at] = oracle(texts.text(at))
         return out
     where = (*texts.addresses(), texts.alive.ctypes.data, _classes().ctypes.data)
-    told = (one.ctypes.data if isinstance(one, np.ndarray) else one for one in given)
-    getattr(library, function)(*where, *told, out.ctypes.data)
+    more = (one.ctypes.data if isinstance(one, np.ndarray) else one for one in given)
+    getattr(library, function)(*where, *more, out.ctypes.data)
     return out
 
 
@@ -242,8 +242,8 @@ def repeats(texts: Columns, limits: Sequence[float] | None = None) -> Ints:
     Returns:
         int64 [n, :data:`REPEATS`].
     """
-    told = None if limits is None else np.array(limits, np.float64)
-    return _each("repeats", reference.repeats, texts, len(REPEATS), told)
+    bounds = None if limits is None else np.array(limits, np.float64)
+    return _each("repeats", reference.repeats, texts, len(REPEATS), bounds)
 
 
 def c4(texts: Columns, rules: Sequence[int]) -> tuple[npt.NDArray[np.int8], Any, Ints]:

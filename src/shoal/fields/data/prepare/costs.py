@@ -12,7 +12,7 @@ from shoal.fields.data.prepare.protocols import PrepareRates
 from shoal.fields.data.prepare.sketches import Moments, TDigest
 from shoal.fields.data.prepare.texts import folded, parsed
 from shoal.fields.data.readers import arrow
-from shoal.fields.rates import kept_rates, least_seconds
+from shoal.fields.rates import core_share, kept_rates, least_seconds
 from shoal.ir import Machine
 
 # Of one core at 83 GFLOP/s, single precision; others by that.
@@ -29,11 +29,7 @@ def rates_of(machine: Machine) -> PrepareRates:
     """
     if machine.fingerprint.get("cpu") == cpu_model():
         return kept_rates("prepare.json", cpu_model(), PrepareRates, timed)
-    cores = max(machine.device.num_cores or 1, 1)
-    flops = machine.device.peak_flops.get("fp32", _KNOWN * cores) / cores
-    if machine.device.kind == "gpu":  # its host is not described; a core of a server
-        flops = _KNOWN
-    share = min(max(flops / _KNOWN, 0.1), 2.0)
+    share = core_share(machine, _KNOWN)
     return PrepareRates(**{name: one / share for name, one in _CORE.items()}, measured=False)
 
 

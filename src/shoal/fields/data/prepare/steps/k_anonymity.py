@@ -1,4 +1,4 @@
-"""k-anonymity: no row can be told from fewer than k by its quasi-identifiers."""
+"""k-anonymity: at least k rows have the same quasi-identifiers."""
 
 from __future__ import annotations
 

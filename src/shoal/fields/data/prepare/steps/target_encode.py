@@ -25,7 +25,7 @@ from shoal.fields.data.prepare.protocols import (
 from shoal.fields.data.prepare.sketches import Sketches, Tally
 from shoal.ir import Machine
 
-# Categories are told apart by a hash of so many values.
+# Values of the hash that separates categories.
 _BUCKETS = 2**14
 _SEP = "\x1f"
 # Stands for a class where rows are counted.
