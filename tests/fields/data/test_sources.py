@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 from hypothesis import given
 from hypothesis import strategies as st
-from shard_work import counted, dies, full
+from shard_work import counted, dies, full, of_process
 
 from shoal.core.errors import DataError, RankError
 from shoal.core.parts import Choice
 from shoal.fields.data.readers import BadRowCount, FilePiece, line_blocks
-from shoal.fields.data.shards import map_shards
+from shoal.fields.data.shards import map_shards, opened
 from shoal.fields.data.sources import open_source
 
 ROWS = [{"id": at, "text": f"row {at} " + "é" * (at % 5)} for at in range(1000)]
@@ -175,6 +176,17 @@ def test_a_shard_whose_worker_is_killed_is_done_once(tmp_path: Path) -> None:
     assert sum(len(path.read_text()) for path in place.glob("*.calls")) == len(shards) + 1
     with pytest.raises(RankError):
         map_shards(dies, shards[:1], tmp_path / "dies", pool=pool, workers=2)
+
+
+def test_processes_start_once_for_several_passes(tmp_path: Path) -> None:
+    shards = open_source(str(written(tmp_path / "a.parquet"))).shards(1000)
+    processes: set[int] = set()
+    with opened(Choice(name="local", options={"workers": 1})) as pool:
+        for name in ("one", "two"):
+            results = map_shards(of_process, shards, tmp_path / name, pool=pool)
+            processes |= {result["process"] for result in results}
+    assert len(processes) == 1
+    assert processes != {os.getpid()}
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ shard whose worker was killed is done by another.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 from collections import deque
@@ -24,12 +25,26 @@ _S = TypeVar("_S")
 _AHEAD = 2
 
 
+@contextlib.contextmanager
+def opened(pool: Choice | Pool | None) -> Iterator[Pool | None]:
+    """A pool for several calls of :func:`map_shards`: its processes start once.
+
+    Args:
+        pool: a choice of kind ``pool``; one that is open, or None, is given as it is.
+    """
+    if isinstance(pool, Choice):
+        with table("pool").build(pool, where="pool").open() as running:
+            yield running
+    else:
+        yield pool
+
+
 def map_shards(
     function: Callable[[_S, Path, Any], dict[str, Any]],
     shards: Sequence[_S],
     directory: Path,
     *,
-    pool: Choice | None = None,
+    pool: Choice | Pool | None = None,
     workers: int = 1,
     shared: Any = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
@@ -41,7 +56,7 @@ def map_shards(
             ``place``, each whole or not at all, and returns what is to be remembered, as JSON.
         shards: can be pickled.
         directory: gets a file for each shard that is done; these are not done again.
-        pool: a choice of kind ``pool``; None for this process.
+        pool: a choice of kind ``pool``, or what :func:`opened` gave; None for this process.
         workers: shards that are in work at a time.
         shared: goes to every call.
         tick: called with (shards done, shards).
@@ -68,21 +83,20 @@ def _results(
     shards: Sequence[_S],
     waiting: Sequence[int],
     directory: Path,
-    pool: Choice | None,
+    pool: Choice | Pool | None,
     workers: int,
     shared: Any,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    if pool is None:
-        for at in waiting:
-            yield at, _call(function, shards[at], directory / f"{at:06}", shared)
-        return
     left, running = deque(waiting), deque[tuple[int, Future[dict[str, Any]]]]()
-    opened: Pool
-    with table("pool").build(pool, where="pool").open() as opened:
+    with opened(pool if waiting else None) as there:
+        if there is None:
+            for at in waiting:
+                yield at, _call(function, shards[at], directory / f"{at:06}", shared)
+            return
 
         def submit(at: int) -> Future[dict[str, Any]]:
             place = directory / f"{at:06}"
-            return opened.submit(_call, function, shards[at], place, shared)
+            return there.submit(_call, function, shards[at], place, shared)
 
         while left or running:
             while left and len(running) < workers * _AHEAD:

@@ -20,9 +20,12 @@ from shoal.app.cli import app
 from shoal.core.errors import ConfigError, DataError, PlanError
 from shoal.core.parts import Choice, table
 from shoal.cost.score import Score
+from shoal.fields.data.logs import execute
 from shoal.fields.data.logs.costs import rates_of, timed
+from shoal.fields.data.logs.events import EventWriter
 from shoal.fields.data.logs.job import ParseLogsJob, ParseLogsReport
 from shoal.fields.data.logs.kind import ParseLogsKind
+from shoal.fields.data.logs.reading import LogFiles
 from shoal.fields.data.logs.templates import substituted
 from shoal.machine import load
 
@@ -145,6 +148,46 @@ def test_pack_and_unpack(tmp_path: Path, log: Path) -> None:
     )
     run(ParseLogsJob(data=str(container), unpack=True), tmp_path / "back")
     assert (tmp_path / "back" / "unpacked.log").read_bytes() == log.read_bytes()
+
+
+def test_a_stopped_run_does_not_mine_again(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = ParseLogsJob(data=str(log))
+    kind = ParseLogsKind()
+    plan = kind.plan(job, load("laptop"))[0]
+    run(job, tmp_path / "whole")
+    mined = []
+    with monkeypatch.context() as patch:
+        patch.setattr(EventWriter, "table", stop)
+        with pytest.raises(KeyboardInterrupt):
+            kind.run(plan, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "_mine", lambda *given: mined.append(given))
+        kind.run(plan, tmp_path / "run", resume=True)
+    assert not mined
+    for name in ("events.parquet", "templates.csv"):
+        one, other = (tmp_path / place / name for place in ("whole", "run"))
+        assert one.read_bytes() == other.read_bytes()
+    assert not list((tmp_path / "run").glob(".mined*"))
+
+
+def stop(*given: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_was_kept_of_another_log_or_is_damaged_is_not_used(tmp_path: Path, log: Path) -> None:
+    path, files = tmp_path / "mined.npz", LogFiles(str(log))
+    found = execute._MinedLines([b"a <*>", b"", b"b"], np.array([2, 0], np.int32), 1)
+    execute._keep(path, files, found)
+    again = execute._kept(path, files)
+    assert again is not None
+    assert (again.templates, again.ids.tolist(), again.without) == (found.templates, [2, 0], 1)
+    path.write_bytes(path.read_bytes()[:-30])
+    assert execute._kept(path, files) is None
+    execute._keep(path, files, found)
+    log.write_bytes(log.read_bytes() + b"\none more line")
+    assert execute._kept(path, LogFiles(str(log))) is None
 
 
 def test_the_command_line(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

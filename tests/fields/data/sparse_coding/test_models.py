@@ -153,20 +153,41 @@ def test_cut_off_states_are_what_the_prior_says(name) -> None:
             assert np.sort(joint.logp, axis=1) == pytest.approx(wanted - mass, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["mca", "mmca", "gsc"])
+@pytest.mark.parametrize("name", [*DISCRETE, "gsc"])
 def test_compiled_functions_are_those_of_numpy(name, monkeypatch) -> None:
     if library() is reference:
         pytest.skip("no compiler")
     model, params, data = problem(name, components=7)
-    space = StateSpace(7, 5, 5)
+    space = StateSpace(7, 5, 4, model.values)
     one = step(model, params, data, space, 1.3)
-    for module in ("maximal", "mca", "gsc"):
-        place = f"shoal.fields.data.sparse_coding.models.{module}.library"
+    for module in ("models.linear", "models.maximal", "models.mca", "models.gsc", "states"):
+        place = f"shoal.fields.data.sparse_coding.{module}.library"
         monkeypatch.setattr(place, lambda: reference)
     other = step(model, params, data, space, 1.3)
     assert one[0] == pytest.approx(other[0], rel=1e-10)
     for key, value in other[1].items():
         assert one[1][key] == pytest.approx(value, rel=1e-7, abs=1e-10), key
+
+
+SCORES = st.sampled_from([0.0, -1.5, 2.0, np.nan, np.inf, 7e5])
+
+
+@given(
+    scores=st.integers(1, 60).flatmap(
+        lambda some: st.lists(
+            st.lists(SCORES, min_size=some, max_size=some), min_size=1, max_size=4
+        )
+    ),
+    share=st.floats(0.01, 1.0),
+)
+@settings(max_examples=60, deadline=None)
+def test_candidates_are_those_of_numpy(scores, share) -> None:
+    scores = np.array(scores)
+    found = np.empty((len(scores), max(1, int(share * scores.shape[1]))), np.int64)
+    wanted = np.empty_like(found)
+    library().choose(scores, found)
+    reference.choose(scores, wanted)
+    assert found.tolist() == wanted.tolist()
 
 
 @given(

@@ -9,6 +9,7 @@ from shoal.fields.data.curate.effect import effect_of
 from shoal.fields.data.curate.job import CurateJob
 from shoal.fields.data.curate.planning import source_of, text_column
 from shoal.fields.data.curate.protocols import CurateProblem, Curation
+from shoal.fields.data.shards import opened
 from shoal.fields.running import RunOutcome, RunProgress
 
 
@@ -20,19 +21,20 @@ def execute(job: CurateJob, choice: Choice, progress: RunProgress) -> RunOutcome
     """
     progress.say(0.0, "reading")
     source = source_of(job)
-    problem = CurateProblem(
-        source=source,
-        text=text_column(source, job),
-        columns=job.columns,
-        keep=job.keep,
-        place=progress.directory,
-        pool=job.pool,
-        workers=job.workers,
-        seed=job.seed,
-        tick=lambda done, text: progress.tick(done, text, {"done": done}),
-    )
     method = table("curator").build(choice, where="method")
-    result = method.curate(problem)
+    with opened(job.pool) as pool:
+        problem = CurateProblem(
+            source=source,
+            text=text_column(source, job),
+            columns=job.columns,
+            keep=job.keep,
+            place=progress.directory,
+            pool=pool,
+            workers=job.workers,
+            seed=job.seed,
+            tick=lambda done, text: progress.tick(done, text, {"done": done}),
+        )
+        result = method.curate(problem)
     seconds = progress.seconds
     stages = [stage._asdict() for stage in result.stages]
     write_json(progress.directory / "stages.json", stages)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.core.parts import part
 from shoal.core.tables import Table, table_of
 from shoal.fields.data.curate.job import CurateJob, CuratePlan, CurateReport
-from shoal.fields.kinds import KindHere, method_of
+from shoal.fields.kinds import KindHere, method_of, unreadable_rows
 from shoal.ir import Flag, Machine, Quantity
 
 if TYPE_CHECKING:
@@ -94,12 +94,7 @@ class CurateKind(KindHere):
         blocks.append(f"kept: {directory / 'kept'}/*.parquet")
         if stages:
             blocks.append(f"why:  {directory / 'stages.json'}, picture: {directory / 'stages.svg'}")
-        if report.details.get("bad_rows"):
-            blocks.append(
-                f"{report.details['bad_rows']:,} rows could not be read, the first: "
-                f"{report.details['first_bad']}"
-            )
-        return blocks
+        return [*blocks, *unreadable_rows(report.details)]
 
 
 # Reasons and counts of a stage that are shown; its examples, and letters of each.

@@ -19,6 +19,7 @@ from shoal.fields.data.row_rates import RowRates
 
 if TYPE_CHECKING:
     from shoal.core.parts import Choice
+    from shoal.core.pool import Pool
     from shoal.fields.data.sources import Source
     from shoal.ir import Estimate, Machine
 
@@ -80,7 +81,7 @@ class CurateProblem:
         columns: that the user named.
         keep: share of the rows.
         place: directory for what is kept: ``place / "kept"``, one Parquet file for a shard.
-        pool: a choice of kind ``pool``; None for this process.
+        pool: a choice of kind ``pool``, or one that is open; None for this process.
         workers: shards that are in work at a time.
         seed: of everything random.
         tick: called with (share done, what is done).
@@ -91,7 +92,7 @@ class CurateProblem:
     columns: tuple[str, ...]
     keep: float
     place: Path
-    pool: Choice | None = None
+    pool: Choice | Pool | None = None
     workers: int = 1
     seed: int = 0
     tick: Callable[[float, str], None] = lambda done, text: None

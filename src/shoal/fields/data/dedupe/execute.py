@@ -8,6 +8,7 @@ from shoal.core.parts import Choice, table
 from shoal.fields.data.dedupe.job import DedupeJob
 from shoal.fields.data.dedupe.planning import source_of, text_columns
 from shoal.fields.data.dedupe.protocols import DedupeProblem, Deduper, Deduplication
+from shoal.fields.data.shards import opened
 from shoal.fields.running import RunOutcome, RunProgress
 
 # Bars of the picture.
@@ -23,20 +24,21 @@ def execute(job: DedupeJob, choice: Choice, progress: RunProgress) -> RunOutcome
     progress.say(0.0, "reading")
     method: Deduper = table("deduper").build(choice, where="method")
     source = source_of(job) if method.compared == "rows" else None
-    problem = DedupeProblem(
-        where=job.data,
-        source=source,
-        texts=text_columns(source, job) if source is not None else (),
-        threshold=job.threshold,
-        unit=job.unit,
-        ngram=job.ngram,
-        place=progress.directory,
-        pool=job.pool,
-        workers=job.workers,
-        seed=job.seed,
-        tick=lambda done, text: progress.tick(done, text, {"done": done}),
-    )
-    result = method.dedupe(problem)
+    with opened(None if source is None else job.pool) as pool:
+        problem = DedupeProblem(
+            where=job.data,
+            source=source,
+            texts=text_columns(source, job) if source is not None else (),
+            threshold=job.threshold,
+            unit=job.unit,
+            ngram=job.ngram,
+            place=progress.directory,
+            pool=pool,
+            workers=job.workers,
+            seed=job.seed,
+            tick=lambda done, text: progress.tick(done, text, {"done": done}),
+        )
+        result = method.dedupe(problem)
     seconds = progress.seconds
     files = {**result.files, "duplicates.json": "examples"}
     examples = [list(one) for one in result.examples]

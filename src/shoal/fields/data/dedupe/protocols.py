@@ -27,6 +27,7 @@ from shoal.fields.data.row_rates import RowRates
 
 if TYPE_CHECKING:
     from shoal.core.parts import Choice
+    from shoal.core.pool import Pool
     from shoal.fields.data.minhash.hasher import ShingleUnit
     from shoal.fields.data.sources import Source
     from shoal.ir import Estimate, Machine
@@ -102,7 +103,7 @@ class DedupeProblem:
         unit: what a shingle is a run of.
         ngram: units of a shingle.
         place: directory for files.
-        pool: a choice of kind ``pool``; None for this process.
+        pool: a choice of kind ``pool``, or one that is open; None for this process.
         workers: shards that are in work at a time.
         seed: of everything random.
         tick: called with (share done, what is done).
@@ -115,7 +116,7 @@ class DedupeProblem:
     unit: ShingleUnit
     ngram: int
     place: Path
-    pool: Choice | None = None
+    pool: Choice | Pool | None = None
     workers: int = 1
     seed: int = 1
     tick: Callable[[float, str], None] = lambda done, text: None

@@ -8,6 +8,7 @@ Rules find most of them and no names; text that only looks like one of them is r
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -54,15 +55,13 @@ def luhn(number: str) -> bool:
     return (sum(digits[::2]) + sum(doubled)) % 10 == 0
 
 
-def _address(public: bool) -> Callable[[str], bool]:
-    def valid(text: str) -> bool:
-        try:
-            address = ipaddress.ip_address(text)
-        except ValueError:
-            return False
-        return address.is_global or not public
-
-    return valid
+@functools.lru_cache(2**14)  # texts have few addresses, and each many times
+def _is_address(text: str, public: bool) -> bool:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return address.is_global or not public
 
 
 _EMAIL = _Pattern(
@@ -116,28 +115,33 @@ class PersonalData:
     def judge(self, batch: FilterBatch) -> FilterVerdict:
         """Find texts that may have some, and replace in these."""
         columns = batch.columns()
-        found = spans(columns)
         changed: dict[int, bytes] = {}
         counts: dict[str, int] = {}
+        # Texts as one of the patterns left them, their parts, and which rows they are of.
+        layers = [(columns, spans(columns), np.arange(columns.num))]
         for pattern, valid in self._patterns():
-            rows = sorted(changed)
-            again = _columns_of([changed[row] for row in rows])
-            as_before = found[~np.isin(found[:, 0], rows)]
-            for among, parts, names in (
-                (columns, as_before, range(columns.num)),
-                (again, spans(again), rows),
-            ):
+            now: dict[int, bytes] = {}
+            for among, parts, rows in layers:
                 for at, matches in _matches(among, parts, pattern, valid).items():
-                    changed[names[at]] = _replaced(among, at, matches, pattern.kind)
+                    now[int(rows[at])] = _replaced(among, at, matches, pattern.kind)
                     counts[pattern.kind] = counts.get(pattern.kind, 0) + len(matches)
+            if now:
+                gone = list(now)
+                layers = [
+                    (among, parts[~np.isin(rows[parts[:, 0]], gone)], rows)
+                    for among, parts, rows in layers
+                ]
+                again = _columns_of([*now.values()])
+                layers.append((again, spans(again), np.array(gone)))
+                changed |= now
         texts = None
         if changed:
             pa, mask = arrow(), np.zeros(len(batch.texts), bool)
             places = sorted(changed)
             mask[places] = True
-            now = pa.array([changed[at] for at in places], pa.large_binary())
+            new = pa.array([changed[at] for at in places], pa.large_binary())
             texts = arrow("compute").replace_with_mask(
-                batch.texts, pa.array(mask), now.view(pa.large_string())
+                batch.texts, pa.array(mask), new.view(pa.large_string())
             )
         return FilterVerdict(np.full(len(batch.texts), -1, np.int64), texts, counts)
 
@@ -148,7 +152,8 @@ class PersonalData:
         if self.cards:
             yield _CARD, luhn
         if self.ips:
-            yield from ((pattern, _address(self.public_only)) for pattern in (_IPV4, _IPV6))
+            valid = functools.partial(_is_address, public=self.public_only)
+            yield from ((pattern, valid) for pattern in (_IPV4, _IPV6))
         if self.phones:
             yield _PHONE, lambda text: True
 
@@ -172,12 +177,12 @@ def _matches(
     places = zip(begins.tolist(), ends.tolist(), strict=True)
     joined = _BETWEEN.join([data[begin:end] for begin, end in places])
     starts = np.cumsum(ends - begins + len(_BETWEEN)) - (ends - begins + len(_BETWEEN))
+    matches = [one.span() for one in pattern.exact().finditer(joined) if valid(one[0].decode())]
+    part_of = np.searchsorted(starts, [begin for begin, _ in matches], "right") - 1
+    shifts = (parts[part_of, 1] - starts[part_of]).tolist()
     found: dict[int, list[tuple[int, int]]] = {}
-    for match in pattern.exact().finditer(joined):
-        if valid(match[0].decode()):
-            part = int(np.searchsorted(starts, match.start(), "right")) - 1
-            row, begin = int(parts[part, 0]), int(parts[part, 1] - starts[part])
-            found.setdefault(row, []).append((begin + match.start(), begin + match.end()))
+    for (begin, end), row, shift in zip(matches, parts[part_of, 0].tolist(), shifts, strict=True):
+        found.setdefault(row, []).append((begin + shift, end + shift))
     return found
 
 

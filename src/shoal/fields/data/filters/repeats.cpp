@@ -44,18 +44,43 @@ struct HashedLine {
     uint64_t hash;
 };
 
+// Room that is kept from document to document.
+class HashedLines {
+   public:
+    const HashedLine* begin() const { return rows_.data(); }
+    const HashedLine* end() const { return rows_.data() + count_; }
+    size_t size() const { return count_; }
+
+    void look_at(const Pieces& pieces) {
+        if (rows_.size() <= pieces.feeds()) rows_.resize(2 * pieces.feeds() + 1);
+        HashedLine* line = rows_.data();
+        pieces.each([&](View piece) {
+            *line++ = {piece, long_hash(piece)};
+            return true;
+        });
+        count_ = size_t(line - rows_.data());
+    }
+
+   private:
+    std::vector<HashedLine> rows_;
+    size_t count_ = 0;
+};
+
 // A paragraph's hash is made of those of its lines, so its bytes are read once. `Set` is Seen, or
 // Sketch for counts that may be too high.
 template <class Set>
 PieceRepeats pieces_of(const Byte* classes, View text, const Pieces& pieces,
-                       const std::vector<HashedLine>& hashed, Set& lines, Set& paragraphs) {
+                       const HashedLines& hashed, Set& lines, Set& paragraphs) {
     PieceRepeats counts;
     counts.chars = pieces.chars(text);
     lines.open(hashed.size());
     for (const HashedLine& line : hashed) {
         const bool seen = lines.put(line.text, line.hash);
         counts.repeated_lines += seen;
-        if (seen) counts.repeated_line_chars += pieces.chars(line.text);
+        if constexpr (Set::kExact)
+            counts.repeated_line_chars += seen ? pieces.chars(line.text) : 0;
+        else  // in bytes, which are as many or more; without a branch
+            counts.repeated_line_chars += -int64_t(seen) & int64_t(line.text.size());
     }
     // An empty piece at each edge.
     const bool lead = !text.empty() && text.front() == '\n';
@@ -403,7 +428,7 @@ void repeats(const Byte* data, const int64_t* offsets, int64_t n, const Byte* al
              const Byte* classes, const RepeatLimits* limits, int64_t* out) {
     constexpr size_t kPieces = sizeof(PieceRepeats) / sizeof(int64_t);
     Pieces pieces;
-    std::vector<HashedLine> hashed;
+    HashedLines hashed;
     Sketch line_sketch, paragraph_sketch;
     Seen lines, paragraphs;
     Grams grams;
@@ -412,13 +437,7 @@ void repeats(const Byte* data, const int64_t* offsets, int64_t n, const Byte* al
         const View text = view(data + offsets[i], data + offsets[i + 1]);
         int64_t* own = out + int64_t(kPieces + kGrams) * i;
         pieces.look_at(text);
-        hashed.resize(pieces.feeds() + 1);
-        HashedLine* line = hashed.data();
-        pieces.each([&](View piece) {
-            *line++ = {piece, long_hash(piece)};
-            return true;
-        });
-        hashed.resize(size_t(line - hashed.data()));
+        hashed.look_at(pieces);
         PieceRepeats counts;
         if (limits)
             counts = pieces_of(classes, text, pieces, hashed, line_sketch, paragraph_sketch);

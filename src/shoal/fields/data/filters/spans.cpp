@@ -50,6 +50,7 @@ class Spans {
                                                 later(now, then, 1) | later(now, then, 2)));
         }
         near_[blocks] = 0;
+        keep_long(blocks);
         each_run(near_, blocks, [&](size_t from, size_t to) { number(from, to); });
     }
 
@@ -58,6 +59,21 @@ class Spans {
     int64_t most_, count_ = 0, row_ = 0;
     View text_;
     Bits digit_, sign_, near_;
+
+    // Of the runs of digits and signs those of seven and more, as no number is shorter: where seven
+    // ones begin, and then the six behind each.
+    void keep_long(size_t blocks) {
+        using Two = unsigned __int128;
+        uint64_t before = 0;
+        for (size_t at = 0; at < blocks; ++at) {
+            Two some = Two(near_[at + 1]) << 64 | near_[at];
+            some &= some >> 1, some &= some >> 2, some &= some >> 3;
+            Two all = Two(uint64_t(some)) << 64 | before;
+            before = uint64_t(some);
+            all |= all << 1, all |= all << 2, all |= all << 3;
+            near_[at] = uint64_t(all >> 64);
+        }
+    }
 
     // With what may stand before and behind it: a byte, and two.
     void put(size_t from, size_t to, int64_t kinds) {
@@ -90,7 +106,6 @@ class Spans {
     // Of digits and signs: 13 digits with at most one sign between them for a card; three dots for
     // an address; rows of three, three and four digits, or seven behind a +, for a telephone.
     void number(size_t from, size_t to) {
-        if (to - from < 7) return;
         size_t dots = 0, row = 0, row_before = 0, row_first = 0, chain = 0, longest = 0, behind = 0;
         bool rows = false, plus = false;
         for (size_t at = from; at < to; ++at) {

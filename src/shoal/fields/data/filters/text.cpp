@@ -196,7 +196,10 @@ template <class Visit>
 inline void each_block(View text, Visit&& visit) {
     const Byte* p = bytes(text);
     const size_t whole = text.size() / 64;
-    for (size_t at = 0; at < whole; ++at) visit(at, Block(p + 64 * at));
+    for (size_t at = 0; at < whole; ++at) {
+        __builtin_prefetch(p + 64 * at + 2048);
+        visit(at, Block(p + 64 * at));
+    }
     Byte tail[64];
     std::memset(tail, ' ', 64);
     std::memcpy(tail, p + 64 * whole, text.size() % 64);
@@ -462,6 +465,8 @@ inline bool same(const char* a, const char* b, size_t size) {
 // is said not to be.
 class Sketch {
    public:
+    static constexpr bool kExact = false;
+
     void open(size_t most) {
         const size_t size = room_for(most) / 4;
         mask_ = size - 1;
@@ -488,6 +493,8 @@ class Sketch {
 // Texts that were seen, in a table by hashes.
 class Seen {
    public:
+    static constexpr bool kExact = true;
+
     void open(size_t most) {
         const size_t size = room_for(most);
         mask_ = size - 1;
@@ -537,6 +544,7 @@ class Pieces {
         feeds_ = places_of(
             whole + 1,
             [&](size_t at) {
+                __builtin_prefetch(p + 64 * at + 2048);
                 const Block b(at < whole ? p + 64 * at : tail);
                 const uint64_t feed = b.is('\n');
                 doubles_ += size_t(ones(feed & (feed << 1 | before)));

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -21,12 +23,14 @@ from shoal.fields.data.logs.formats import LogFormat
 from shoal.fields.data.logs.job import ParseLogsJob, ParseLogsPlan
 from shoal.fields.data.logs.packed.container import pack_files, unpack, unpacked_bytes
 from shoal.fields.data.logs.planning import input_of, parser_of, truth_of
-from shoal.fields.data.logs.protocols import Ints, LogParser, MinedTemplates
+from shoal.fields.data.logs.protocols import Ints, LogParser
 from shoal.fields.data.logs.reading import LogFiles, masked
 from shoal.fields.data.logs.score import read_truth, scores
 from shoal.fields.data.readers import arrow
 from shoal.fields.running import RunOutcome, RunProgress
 
+# What the first pass found, until the events are written.
+_MINED = ".mined.npz"
 # Templates that the report names.
 _SHOWN = 20
 # Shares of the work that the two passes over the lines take.
@@ -51,13 +55,17 @@ def execute(plan: ParseLogsPlan, progress: RunProgress) -> RunOutcome:
 def _parsed(
     plan: ParseLogsPlan, files: LogFiles, form: LogFormat, progress: RunProgress
 ) -> RunOutcome:
-    parser = parser_of(plan, form)
-    mined, ids, without = _mine(parser, files, form, progress)
+    path = progress.directory / _MINED
+    found = _kept(path, files)
+    if found is None:
+        found = _mine(parser_of(plan, form), files, form, progress)
+        _keep(path, files, found)
+    templates, ids, without = found
     lines = len(ids)
     if not lines:
         raise DataError(f"data = {plan.job.data!r}: no line; give a log with lines in it")
     mine_s = progress.seconds
-    texts = [text.decode("utf-8", "replace") for text in mined.templates]
+    texts = [text.decode("utf-8", "replace") for text in templates]
     times = TemplateTimes(len(texts), lines)
     collector = None
     if plan.job.anomalies is not None:
@@ -69,7 +77,7 @@ def _parsed(
     ):
         for block in files.blocks(form):
             some = ids[first : first + len(block.ok)]
-            rows.write_table(writer.table(block, some, mined.templates, first))
+            rows.write_table(writer.table(block, some, templates, first))
             times.add(some, first)
             if collector is not None:
                 collector.add(block, some)
@@ -102,15 +110,52 @@ def _parsed(
             details["truth"] = f"{len(known.ids)} lines of truth for {lines} lines: not compared"
     if collector is not None and plan.job.anomalies is not None:
         measured |= _anomalies(plan.job.anomalies, plan.job.seed, collector, len(texts), progress)
+    path.unlink()
     total_s = progress.seconds
     measured |= {"total_s": total_s, "bytes_per_s": plan.num_bytes / max(total_s, 1e-9)}
     return RunOutcome(measured=measured, details=details)
 
 
+class _MinedLines(NamedTuple):
+    """What the first pass over a log found.
+
+    Args:
+        templates: text of each.
+        ids: int32 [n], template of each line.
+        without: lines without a header.
+    """
+
+    templates: list[bytes]
+    ids: Ints
+    without: int
+
+
+def _keep(path: Path, files: LogFiles, found: _MinedLines) -> None:
+    """Write what was found, so that a run that is stopped does not read the log twice again."""
+    sizes = np.array([files.num_bytes, *map(len, found.templates)])
+    text = np.frombuffer(b"".join(found.templates), np.uint8)
+    with open_atomic(path) as file:
+        np.savez(file, sizes=sizes, text=text, ids=found.ids, without=found.without)
+
+
+def _kept(path: Path, files: LogFiles) -> _MinedLines | None:
+    """What :func:`_keep` has written; None if there is nothing whole of a log of this size."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
+            size, *lengths = data["sizes"].tolist()
+            text, ends = data["text"].tobytes(), np.cumsum(lengths).astype(int).tolist()
+            ids, without = data["ids"], int(data["without"])
+    except (OSError, ValueError, KeyError, BadZipFile):
+        return None
+    if size != files.num_bytes:
+        return None
+    begins = [0, *ends[:-1]]
+    return _MinedLines([text[a:b] for a, b in zip(begins, ends, strict=True)], ids, without)
+
+
 def _mine(
     parser: LogParser, files: LogFiles, form: LogFormat, progress: RunProgress
-) -> tuple[MinedTemplates, Ints, int]:
-    """Templates, that of each line, and how many lines have no header."""
+) -> _MinedLines:
     miner, without, size = parser.open(), 0, 0
     groups: list[Ints] = []
     for block in files.blocks(form):
@@ -121,7 +166,7 @@ def _mine(
         _tick(progress, done, sum(map(len, groups)), "parsed")
     mined = miner.finish()
     ids = np.concatenate(groups) if groups else np.empty(0, np.int32)
-    return mined, mined.ids[ids] if len(ids) else ids, without
+    return _MinedLines(mined.templates, mined.ids[ids] if len(ids) else ids, without)
 
 
 def _anomalies(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.data.mine.job import MineJob, MinePlan, MineReport
-from shoal.fields.kinds import KindHere, method_of
+from shoal.fields.kinds import KindHere, method_of, unreadable_rows
 from shoal.ir import Flag, Machine, Quantity
 
 if TYPE_CHECKING:
@@ -86,9 +86,4 @@ class MineKind(KindHere):
         if "rules" in report.measured:
             lines.append(f"rules:   {directory / 'rules.parquet'}")
         lines.append(f"picture: {directory / 'itemsets.svg'}")
-        if report.details.get("bad_rows"):
-            lines.append(
-                f"{report.details['bad_rows']:,} rows could not be read, the first: "
-                f"{report.details['first_bad']}"
-            )
-        return [*tables, *lines]
+        return [*tables, *lines, *unreadable_rows(report.details)]

@@ -202,6 +202,9 @@ class MineRates(Value):
 
     Args:
         entry_s: to number and sort one item of one basket.
+        kept_s: to put one frequent item of a basket in its place.
+        merge_s: to look for an equal basket, for each item of one with several.
+        insert_s: to put one item of a basket into a prefix tree.
         step_s: to go past one item of a basket and count it.
         word_s: to intersect 64 baskets of two items and count them.
         call_s: of one intersection beside its words.
@@ -216,6 +219,9 @@ class MineRates(Value):
     """
 
     entry_s: float
+    kept_s: float
+    merge_s: float
+    insert_s: float
     step_s: float
     word_s: float
     call_s: float

@@ -26,7 +26,7 @@ from shoal.fields.data.mine.job import MineJob
 from shoal.fields.data.mine.miners.native import keep, recount
 from shoal.fields.data.mine.protocols import Itemsets, MiningProblem, least_support, too_many
 from shoal.fields.data.readers import BadRowCount, arrow
-from shoal.fields.data.shards import map_shards
+from shoal.fields.data.shards import map_shards, opened
 
 Told = Callable[[float, str], None]
 
@@ -49,29 +49,31 @@ def mine_sharded(
     """
     bad = BadRowCount()
 
-    def passed(name: str, part: int, function: Any, shared: Any) -> list[dict[str, Any]]:
-        return map_shards(
-            function,
-            shards,
-            directory / name,
-            pool=job.pool,
-            workers=job.workers,
-            shared=shared,
-            tick=lambda done, total: tell(
-                (part + done / max(total, 1)) / 3, f"{name}: shard {done} of {total}"
-            ),
-        )
+    with opened(job.pool) as pool:
 
-    counted = passed("count", 0, _count_items, None)
-    for one in counted:
-        bad.add(one["first_bad"], one["bad"])
-    total = sum(one["baskets"] for one in counted)
-    least = least_support(job.min_support, total)
-    names = _frequent(directory / "count", len(shards), least)
-    shared = (names, choice, job.max_len, job.max_itemsets, least, total)
-    passed("mine", 1, _mine_shard, shared)
-    sets = _united(directory / "mine", len(shards), names, total)
-    passed("recount", 2, _recount_shard, (names, str(directory / "mine")))
+        def passed(name: str, part: int, function: Any, shared: Any) -> list[dict[str, Any]]:
+            return map_shards(
+                function,
+                shards,
+                directory / name,
+                pool=pool,
+                workers=job.workers,
+                shared=shared,
+                tick=lambda done, total: tell(
+                    (part + done / max(total, 1)) / 3, f"{name}: shard {done} of {total}"
+                ),
+            )
+
+        counted = passed("count", 0, _count_items, None)
+        for one in counted:
+            bad.add(one["first_bad"], one["bad"])
+        total = sum(one["baskets"] for one in counted)
+        least = least_support(job.min_support, total)
+        names = _frequent(directory / "count", len(shards), least)
+        shared = (names, choice, job.max_len, job.max_itemsets, least, total)
+        passed("mine", 1, _mine_shard, shared)
+        sets = _united(directory / "mine", len(shards), names, total)
+        passed("recount", 2, _recount_shard, (names, str(directory / "mine")))
     support = sum(
         (_load(directory / "recount" / f"{at:06}.npy") for at in range(len(shards))),
         np.zeros(len(sets), np.int64),

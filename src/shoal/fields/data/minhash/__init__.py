@@ -4,6 +4,6 @@ Start reading at ``hasher.py``, then ``lsh.py``.
 """
 
 from shoal.fields.data.minhash.hasher import MinHasher
-from shoal.fields.data.minhash.lsh import Bands, collision, optimal_bands
+from shoal.fields.data.minhash.lsh import Bands, bands_reaching, collision, optimal_bands
 
-__all__ = ["Bands", "MinHasher", "collision", "optimal_bands"]
+__all__ = ["Bands", "MinHasher", "bands_reaching", "collision", "optimal_bands"]

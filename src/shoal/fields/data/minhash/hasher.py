@@ -191,10 +191,19 @@ class MinHasher:
         empty = np.empty(0, np.uint64)
         hashes = np.concatenate([empty, *(np.asarray(one, np.uint64) for one in sets)])
         out = np.full((len(sets), self.num_perm), 0xFFFFFFFF, np.uint32)
-        hashes = np.ascontiguousarray(hashes, np.uint64)
-        family = (self.a, self.b, self.num_perm, self._affine)
-        call(self._library, "update", hashes, ends, len(sets), *family, out)
+        self.lower(out, np.ascontiguousarray(hashes, np.uint64), ends)
         return out
+
+    def lower(self, signatures: Signatures, hashes: Hashes, ends: npt.NDArray[np.int64]) -> None:
+        """Put members into sets, whose signatures are changed in place.
+
+        Args:
+            signatures: uint32 [n, num_perm], contiguous; that of an empty set is all 2^32 - 1.
+            hashes: uint64, 32-bit hashes of the members, set by set, contiguous.
+            ends: int64 [n + 1]; those of set i are ``hashes[ends[i]:ends[i + 1]]``.
+        """
+        family = (self.a, self.b, self.num_perm, self._affine)
+        call(self._library, "update", hashes, ends, len(signatures), *family, signatures)
 
     def shingle_sets(self, texts: Any) -> tuple[Hashes, npt.NDArray[np.int64]]:
         """64-bit hashes of the shingles of documents, for exact similarities.

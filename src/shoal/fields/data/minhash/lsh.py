@@ -10,13 +10,14 @@ would not fit in memory.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, require
 from shoal.fields.data.minhash.hasher import Hashes, Signatures, call, native
 
 Rows = npt.NDArray[np.int64]
@@ -70,6 +71,34 @@ def optimal_bands(
             error = false_positive * wrong + false_negative * missed
             if error < least:
                 best, least = cut, error
+    return best
+
+
+def bands_reaching(threshold: float, recall: float, num_perm: int) -> Bands:
+    """The cut with the longest bands, and no more of them than find enough of the similar sets.
+
+    Args:
+        threshold: Jaccard similarity at which sets should be found, in (0, 1].
+        recall: probability of that, in (0, 1).
+        num_perm: slots of a signature.
+
+    Raises:
+        ConfigError: a number beyond its range, or there are too few slots.
+    """
+    require(0 < threshold <= 1, "threshold", threshold, expected="a number in (0, 1]")
+    require(0 < recall < 1, "recall", recall, expected="a number in (0, 1)")
+    best = None
+    for rows in range(1, num_perm + 1):
+        alike = threshold**rows
+        bands = 1 if alike == 1 else math.ceil(math.log1p(-recall) / math.log1p(-alike))
+        if bands * rows > num_perm:
+            break
+        best = Bands(bands, rows)
+    if best is None:
+        raise ConfigError(
+            f"threshold = {threshold:g}: to find {recall:.0%} of such sets {bands} slots are "
+            f"needed, and there are {num_perm}; give more, or a higher threshold"
+        )
     return best
 
 

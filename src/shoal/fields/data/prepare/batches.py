@@ -105,6 +105,11 @@ class PrepBatch:
         values: np.ndarray = self.columns[name].to_numpy(zero_copy_only=False)
         return values
 
+    def there(self, name: str) -> np.ndarray:
+        """Of a column of numbers those that are not missing."""
+        values = self.numbers(name)
+        return np.asarray(values[~np.isnan(values)])
+
     def matrix(self, names: Sequence[str], where: str) -> np.ndarray:
         """Several columns of numbers side by side [rows, columns].
 

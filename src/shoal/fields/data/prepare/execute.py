@@ -13,6 +13,7 @@ from shoal.fields.data.prepare.pipeline import FittedStep, PrepPipeline, build_s
 from shoal.fields.data.prepare.planning import table_of
 from shoal.fields.data.prepare.profile import profile_of
 from shoal.fields.data.readers import BadRowCount
+from shoal.fields.data.shards import opened
 from shoal.fields.running import RunOutcome, RunProgress
 
 _PIPELINE = "pipeline.json"
@@ -37,7 +38,6 @@ def execute(plan: PreparePlan, progress: RunProgress) -> RunOutcome:
         progress.tick(share, f"{text}: shard {done} of {of}", {"done": share})
 
     pipeline = PrepPipeline(steps, job.target)
-    passes = Passes(shards, progress.directory / "shards", job.pool, job.workers, tick)
     begin: list[FittedStep] = PrepPipeline.load(path).fitted if path.exists() else []
 
     def keep(fitted: Sequence[FittedStep]) -> None:
@@ -46,10 +46,12 @@ def execute(plan: PreparePlan, progress: RunProgress) -> RunOutcome:
         pipeline.fitted = list(fitted)
         pipeline.save(path)
 
-    fitted = fit(steps, passes.gather, rows.nothing(), begin, keep)
-    fit_s = progress.seconds
-    done_before = total - 1
-    counts, sketches, more = passes.write(fitted)
+    with opened(job.pool) as pool:
+        passes = Passes(shards, progress.directory / "shards", pool, job.workers, tick)
+        fitted = fit(steps, passes.gather, rows.nothing(), begin, keep)
+        fit_s = progress.seconds
+        done_before = total - 1
+        counts, sketches, more = passes.write(fitted)
     bad.add(more.first, more.rows)
     seconds, after = progress.seconds, profile_of(sketches)
     if not counts["rows"]:

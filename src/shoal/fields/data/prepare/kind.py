@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.parts import part
 from shoal.core.tables import Table, cut
 from shoal.fields.data.prepare.job import PrepareJob, PreparePlan, PrepareReport
-from shoal.fields.kinds import KindHere
+from shoal.fields.kinds import KindHere, unreadable_rows
 from shoal.ir import Flag, Machine, Quantity
 
 if TYPE_CHECKING:
@@ -105,9 +105,4 @@ class PrepareKind(KindHere):
             lines.append(f"held out: {directory / 'held_out'}")
         lines.append(f"learned:  {directory / 'pipeline.json'}")
         lines.append(f"picture:  {directory / 'profile.html'}")
-        if report.details.get("bad_rows"):
-            lines.append(
-                f"{report.details['bad_rows']:,} rows could not be read, the first: "
-                f"{report.details['first_bad']}"
-            )
-        return [after.table("after"), *lines]
+        return [after.table("after"), *lines, *unreadable_rows(report.details)]

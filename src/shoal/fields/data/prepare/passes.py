@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.core.files import open_atomic, write_json
 from shoal.core.parts import Choice, table
+from shoal.core.pool import Pool
 from shoal.fields.data.prepare.batches import PrepBatch, PrepShard
 from shoal.fields.data.prepare.errors import PrepareError
 from shoal.fields.data.prepare.pipeline import FittedStep, apply, look
@@ -33,14 +34,14 @@ class Passes:
     Args:
         shards: of the table.
         directory: keeps what is done, so that a run that was stopped goes on.
-        pool: where shards are processed.
+        pool: where shards are processed; if it is open, processes start once for all passes.
         workers: shards that are in work at a time.
         tick: called with (shards done, shards, what is done).
     """
 
     shards: Sequence[PrepShard]
     directory: Path
-    pool: Choice | None
+    pool: Choice | Pool | None
     workers: int
     tick: Callable[[int, int, str], None] = lambda done, total, text: None
 

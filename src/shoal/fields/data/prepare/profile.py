@@ -151,9 +151,8 @@ def sketch_profile(batch: PrepBatch) -> Sketches:
         kind = batch.kind(name)
         counts[f"{kind}{_SEP}{name}"] = 0
         if kind == "number":
-            values = batch.numbers(name)
-            finite = values[~np.isnan(values)]
-            counts[f"missing{_SEP}{name}"] = len(values) - len(finite)
+            finite = batch.there(name)
+            counts[f"missing{_SEP}{name}"] = batch.num_rows - len(finite)
             result[f"moments{_SEP}{name}"] = Moments.of(finite[:, None])
             result[f"digest{_SEP}{name}"] = TDigest.of(finite)
             result[f"distinct{_SEP}{name}"] = Smallest.of(mixed(finite + 0.0))

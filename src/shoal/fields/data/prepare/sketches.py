@@ -164,7 +164,12 @@ class TDigest(Sketch):
         ordered = np.sort(values)
         if not len(ordered):
             return cls(ordered, ordered, 0.0, 0.0)
-        return cls._packed(ordered, np.ones(len(ordered)), ordered[0], ordered[-1])
+        # The shares at which the units of k1 begin, each value being in the middle of its own.
+        begin = (1 - np.cos(math.pi * np.arange(_COMPRESSION) / _COMPRESSION)) / 2
+        first = np.unique(np.ceil(begin * len(ordered) - 0.5).astype(np.int64).clip(min=0))
+        first = first[first < len(ordered)]
+        weights = np.diff(first, append=len(ordered)).astype(float)
+        return cls._of(np.add.reduceat(ordered, first), weights, ordered[0], ordered[-1])
 
     @classmethod
     def _packed(cls, means: np.ndarray, weights: np.ndarray, low: float, high: float) -> Self:
@@ -172,9 +177,12 @@ class TDigest(Sketch):
         share = (np.cumsum(weights) - weights / 2) / weights.sum()
         unit = np.floor(_COMPRESSION / math.pi * (np.arcsin(2 * share - 1) + math.pi / 2))
         first = np.flatnonzero(np.diff(unit, prepend=-1.0))
-        total = np.add.reduceat(weights, first)
-        mean = np.add.reduceat(weights * means, first) / total
-        return cls(np.clip(mean, low, high), total, float(low), float(high))
+        sums = np.add.reduceat(weights * means, first)
+        return cls._of(sums, np.add.reduceat(weights, first), low, high)
+
+    @classmethod
+    def _of(cls, sums: np.ndarray, weights: np.ndarray, low: float, high: float) -> Self:
+        return cls(np.clip(sums / weights, low, high), weights, float(low), float(high))
 
     def merge(self, other: Self) -> Self:
         """Of the values of both."""

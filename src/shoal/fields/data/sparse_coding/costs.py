@@ -63,10 +63,9 @@ def timed(points: int = 2000) -> CodingRates:
     call_s = _pass_s("bsc", space, data[:16])
     states = points * space.num_states
     combinations = points * space.num_combinations
-    flops = 4.0 * 32 * 64 + 2.0 * space.num_combinations * (2 * 8 + 2 * 36 + 1)
-    spent = batches * call_s + points * flops * flop_s
+    spent = batches * call_s + points * 4.0 * 32 * 64 * flop_s
     state_s = max(_pass_s("bsc", space, data) - spent, 0.1 * spent) / states
-    spent = batches * call_s + points * 4.0 * 32 * 64 * flop_s + states * state_s
+    spent += states * state_s
     maximal = max(_pass_s("mca", space, data) - spent, 0.1 * spent)
     slabs = max(_pass_s("gsc", space, data) - spent, 0.1 * spent)
     return CodingRates(

@@ -251,14 +251,14 @@ def begin(
     if len(data) > SAMPLE:
         sample = data[np.sort(draw.choice(len(data), SAMPLE, replace=False))]
     best: CodingState | None = None
-    with spread(model, space, sample, pool=None, workers=1) as (sizes, expect):
-        for at in range(settings.restarts):
-            watch(at)
-            seed = seed64(settings.seed, purpose="sparse starts", index=at)
-            alone = replace(settings, seed=seed, restarts=1)
-            state = learn(model, space, begin(model, space, sample, alone), alone, sizes, expect)
-            if best is None or state.explained > best.explained:
-                best = state
+    sizes, expect = [len(sample)], CodingBlocks(model, space, [sample]).expect
+    for at in range(settings.restarts):
+        watch(at)
+        seed = seed64(settings.seed, purpose="sparse starts", index=at)
+        alone = replace(settings, seed=seed, restarts=1)
+        state = learn(model, space, begin(model, space, sample, alone), alone, sizes, expect)
+        if best is None or state.explained > best.explained:
+            best = state
     assert best is not None
     done = int(settings.schedule.settled * settings.iterations)
     return CodingState(best.params, done, best.free_energy[:done])

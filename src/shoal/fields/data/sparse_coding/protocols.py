@@ -37,6 +37,23 @@ class SparseCodeError(ConfigError, ValueError):
     """Points that a model cannot explain, or a number of causes that cannot be used."""
 
 
+class CauseTree(NamedTuple):
+    """Combinations of candidates, each one of fewer causes and a last one; rows padded with 0.
+
+    Args:
+        sizes: int32 [K], active causes of each.
+        which: int32 [K, gamma], which candidates they are, ascending.
+        worth: int32 [K, gamma], which of the values each has.
+        parents: int32 [K], the combination without the last cause: m H' + its place, or, of a
+            single cause, number of its value * H' + its candidate.
+    """
+
+    sizes: npt.NDArray[np.int32]
+    which: npt.NDArray[np.int32]
+    worth: npt.NDArray[np.int32]
+    parents: npt.NDArray[np.int32]
+
+
 class JointBatch(NamedTuple):
     """A batch of points beside their states.
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shoal.fields.data.sparse_coding.protocols import Floats, Ids, SparseCodeError
+from shoal.fields.data.sparse_coding.models.native import library
+from shoal.fields.data.sparse_coding.protocols import CauseTree, Floats, Ids, SparseCodeError
 
 MAX_ACTIVE = 16
 # Combinations of a point beyond these take gigabytes for a batch, and minutes for a pass.
@@ -108,17 +109,27 @@ class StateSpace:
         return np.stack([(self.combinations == v).sum(1) for v in self.values], 1).astype(float)
 
     @functools.cached_property
-    def pairs(self) -> tuple[Ids, Ids, Floats]:
-        """[P] first and [P] second candidates of all pairs i <= j, [K, P] product of values."""
-        i, j = np.triu_indices(self.num_candidates)
-        return i, j, self.combinations[:, i] * self.combinations[:, j]
+    def tree(self) -> CauseTree:
+        """The combinations, each beside the one that it extends by a cause."""
+        sizes, which = self.places
+        worth, parents = np.zeros_like(which), np.zeros_like(sizes)
+        numbers = {value: at for at, value in enumerate(self.values)}
+        some, known = self.num_candidates, dict[tuple[tuple[int, int], ...], int]()
+        for value, place in itertools.product(range(len(self.values)), range(some)):
+            known[((place, value),)] = value * some + place
+        for row, (size, places) in enumerate(zip(sizes, which, strict=True)):
+            chosen = places[:size]
+            worth[row, :size] = [numbers[value] for value in self.combinations[row, chosen]]
+            key = tuple(zip(chosen.tolist(), worth[row, :size].tolist(), strict=True))
+            parents[row] = known[key[:-1]]
+            known[key] = len(self.values) * some + row
+        return CauseTree(sizes, which, worth, parents)
 
     def choose(self, scores: Floats) -> Ids:
         """Int64 [B, H'], ascending: the causes with the greatest scores [B, H]."""
-        if self.num_candidates == self.num_components:
-            return np.broadcast_to(np.arange(self.num_components), scores.shape).copy()
-        best = np.argpartition(-scores, self.num_candidates - 1, axis=1)
-        return np.sort(best[:, : self.num_candidates], axis=1)
+        best = np.empty((len(scores), self.num_candidates), np.int64)
+        library().choose(np.ascontiguousarray(scores), best)
+        return best
 
     def means(self, posterior: Floats, candidates: Ids) -> Floats:
         """[B, H]: expected values of the causes.

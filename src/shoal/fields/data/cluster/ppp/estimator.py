@@ -217,9 +217,5 @@ def _centres(
     points: WeightedPoints, labels: Ids, separable: np.ndarray, means: np.ndarray
 ) -> np.ndarray:
     """[K, D]: means of the separable rows; of the mixture where a cluster has none."""
-    count = len(means)
-    weights = points.weights * separable
-    mass = np.bincount(labels, weights, count)
-    sums = [np.bincount(labels, weights * column, count) for column in points.X.T]
-    own = np.stack(sums, axis=1) / np.maximum(mass, 1e-300)[:, None]
-    return np.where(mass[:, None] > 0, own, means)
+    own = WeightedPoints(points.X, points.weights * separable).means(labels, len(means))
+    return np.where(own.weights[:, None] > 0, own.X, means)

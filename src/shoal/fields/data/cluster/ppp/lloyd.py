@@ -158,9 +158,7 @@ def _slabs(points: WeightedPoints, k: int, axis: int) -> np.ndarray:
     order = points.axes[:, axis].argsort(kind="stable")
     w = points.weights[order]
     slab = np.minimum((np.cumsum(w) - w / 2) * k / points.total, k - 1).astype(np.int64)
-    mass = np.maximum(np.bincount(slab, w, k), 1e-300)
-    sums = [np.bincount(slab, w * column, k) for column in points.X[order].T]
-    return np.stack(sums, axis=1) / mass[:, None]
+    return points.take(order).means(slab, k).X
 
 
 def _plus_plus(points: WeightedPoints, k: int, random: np.random.Generator) -> np.ndarray:
@@ -253,6 +251,6 @@ def _distances(
     points: WeightedPoints, labels: Ids, k: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Centres [K, D], squared distances to them [M, K], and to the own one [M]."""
-    centres = Averages(points).of(labels[None], np.zeros((1, k, points.X.shape[1])))[0]
+    centres = points.means(labels, k).X
     to = ((points.X[:, None] - centres) ** 2).sum(axis=2)
     return centres, to, to[np.arange(len(labels)), labels].copy()

@@ -61,6 +61,12 @@ class WeightedPoints:
         """Only these points."""
         return WeightedPoints(self.X[which], self.weights[which])
 
+    def means(self, labels: Ids, k: int) -> WeightedPoints:
+        """Of each of k clusters its mean, and its weight; those of an empty one are 0."""
+        mass = np.bincount(labels, self.weights, k)
+        sums = [np.bincount(labels, self.weights * column, k) for column in self.X.T]
+        return WeightedPoints(np.stack(sums, axis=1) / np.maximum(mass, 1e-300)[:, None], mass)
+
 
 def canonical(X: np.ndarray) -> tuple[np.ndarray, np.ndarray, Ids]:
     """Distinct rows in lexicographic order.
@@ -95,11 +101,9 @@ def micro_clusters(X: np.ndarray, weights: np.ndarray, count: int) -> tuple[Weig
         labels, apart = nearest_rows(X, X[chosen])
         if number + 1 < ROUNDS:
             chosen = np.union1d(chosen, _at_equal_steps(weights * apart, each))
-    mass = np.bincount(labels, weights, len(chosen))
-    sums = [np.bincount(labels, weights * column, len(chosen)) for column in X.T]
-    kept = mass > 0
-    few = WeightedPoints(np.stack(sums, axis=1)[kept] / mass[kept, None], mass[kept])
-    return few, (np.cumsum(kept) - 1)[labels]
+    few = WeightedPoints(X, weights).means(labels, len(chosen))
+    kept = few.weights > 0
+    return few.take(kept), (np.cumsum(kept) - 1)[labels]
 
 
 def _at_equal_steps(share: np.ndarray, count: int) -> Ids:

@@ -76,6 +76,7 @@ struct Apriori {
             const int32_t* row = db.row_items.data() + db.row_begin(t);
             const int64_t length = db.row_end[t] - db.row_begin(t);
             if (length < 2) continue;
+            sink.work[3] += length;
             uint64_t key = length;
             for (int64_t k = 0; k < length; ++k) key = mix(key ^ static_cast<uint64_t>(row[k]));
             for (uint64_t at = key & (size - 1);; at = (at + 1) & (size - 1)) {

@@ -26,9 +26,9 @@ class Apriori:
     """
 
     def counts(self, problem: MiningProblem) -> Mapping[str, float]:
-        """Steps past items to count pairs, candidates joined, nodes of tries looked at."""
+        """Items of baskets merged, steps past items, candidates joined, nodes of tries."""
         work = mine(_NAME, problem.whole(), direct=False).work
-        return {"steps": work[0], "joins": work[1], "trie": work[2]}
+        return {"merged": work[3], "steps": work[0], "joins": work[1], "trie": work[2]}
 
     def estimate(self, work: MineWork, machine: Machine) -> Estimate:
         """Pairs and tries grow with the baskets; candidates do not."""
@@ -36,6 +36,7 @@ class Apriori:
         return estimate_of(
             work,
             {
+                "merging": scaled(work, counts.get("merged", 0.0)) * rates.merge_s,
                 "pairs": scaled(work, counts.get("steps", 0.0)) * rates.step_s,
                 "candidates": counts.get("joins", 0.0) * rates.join_s,
                 "tries": scaled(work, counts.get("trie", 0.0)) * rates.trie_s,

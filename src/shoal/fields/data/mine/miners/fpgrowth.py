@@ -35,6 +35,7 @@ class FPGrowth:
         """Nodes grow with the baskets, the less the more of them are alike."""
         counts, rates = work.counts.get(_NAME, {}), work.rates
         terms = {
+            "inserting": work.num_baskets * work.mean_len * rates.insert_s,
             "nodes": grown(work, counts.get("nodes", 0.0)) * rates.node_s,
             "items": counts.get("items", 0.0) * rates.item_s,
         }

@@ -73,11 +73,9 @@ class Impute(Preparation):
         names = batch.chosen(self.columns, self._kind, "impute")
         if self.strategy in ("mode", "missing"):
             return {name: Frequent.of(batch.columns[name]) for name in names}
-        there = {name: batch.numbers(name) for name in names}
-        there = {name: values[~np.isnan(values)] for name, values in there.items()}
         if self.strategy == "median":
-            return {name: TDigest.of(values) for name, values in there.items()}
-        return {name: Moments.of(values[:, None]) for name, values in there.items()}
+            return {name: TDigest.of(batch.there(name)) for name in names}
+        return {name: Moments.of(batch.there(name)[:, None]) for name in names}
 
     @property
     def _kind(self) -> str:

@@ -74,13 +74,11 @@ class NoisedAggregates(Preparation):
 
     def sketch(self, batch: PrepBatch) -> Sketches:
         """Moments of the clipped numbers."""
-        result: Sketches = {}
-        for name in batch.chosen(tuple(self.bounds), "number", "noised_aggregates"):
-            values = batch.numbers(name)
-            result[name] = Moments.of(
-                np.clip(values[~np.isnan(values)], *self.bounds[name])[:, None]
-            )
-        return result
+        names = batch.chosen(tuple(self.bounds), "number", "noised_aggregates")
+        return {
+            name: Moments.of(np.clip(batch.there(name), *self.bounds[name])[:, None])
+            for name in names
+        }
 
     def learn(self, sketches: Sketches) -> Learned:
         """Column -> its noised count and mean; the release is entered before it is made.

@@ -69,7 +69,7 @@ class Outliers(Preparation):
     def sketch(self, batch: PrepBatch) -> Sketches:
         """A digest of each column."""
         names = batch.chosen(self.columns, "number", "outliers")
-        return {name: TDigest.of(_there(batch.numbers(name))) for name in names}
+        return {name: TDigest.of(batch.there(name)) for name in names}
 
     def learn(self, sketches: Sketches) -> Learned:
         """The fences of each column; none where nothing is there, or half is one value."""
@@ -105,7 +105,3 @@ class Outliers(Preparation):
 
     def _value_s(self, rates: PrepareRates) -> float:
         return rates.sort_s + 2 * rates.scan_s
-
-
-def _there(values: np.ndarray) -> np.ndarray:
-    return np.asarray(values[~np.isnan(values)])

@@ -62,11 +62,9 @@ class Scale(Preparation):
     def sketch(self, batch: PrepBatch) -> Sketches:
         """Moments or a digest of each column."""
         names = batch.chosen(self.columns, "number", "scale")
-        there = {name: batch.numbers(name) for name in names}
-        there = {name: values[~np.isnan(values)] for name, values in there.items()}
         if self.method == "quantile":
-            return {name: TDigest.of(values) for name, values in there.items()}
-        return {name: Moments.of(values[:, None]) for name, values in there.items()}
+            return {name: TDigest.of(batch.there(name)) for name in names}
+        return {name: Moments.of(batch.there(name)[:, None]) for name in names}
 
     def learn(self, sketches: Sketches) -> Learned:
         """Column -> offset and factor, or its quantiles."""

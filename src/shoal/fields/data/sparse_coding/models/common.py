@@ -93,7 +93,7 @@ def estimate_of(
         memory_bytes={
             "data": 8.0 * work.points * work.dim * (3 if work.workers == 1 else 4),
             "states": held * work.workers
-            + 8.0 * space.num_combinations * space.num_candidates * (space.num_candidates + 4),
+            + 8.0 * space.num_combinations * (space.num_candidates + space.num_active + 4),
             "sums": 8.0 * numbers * 16,
         },
         bound="compute" if terms["matmul"] > terms["memory"] else "memory",

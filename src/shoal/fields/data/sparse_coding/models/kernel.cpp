@@ -1,6 +1,6 @@
-// Combinations of causes held against points: maxima over components, and Gaussian slabs.
+// Combinations of causes held against points: sums and maxima of components, and Gaussian slabs.
 //
-// Source: Luecke, Eggert, Expectation Truncation, 2010 (maximal causes); Sheikh, Shelton, Luecke, A
+// Source: Henniges et al., Binary Sparse Coding, 2010 (sums); Luecke, Eggert, Expectation Truncation, 2010 (maximal causes); Sheikh, Shelton, Luecke, A
 // Truncated EM Approach for Spike-and-Slab Sparse Coding, 2014 (slabs).
 //
 // Arrays are in C order: data [n, D], candidates [n, C] of H components, combinations: sizes [K] and
@@ -10,6 +10,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
+#include <limits>
 #include <vector>
 
 namespace {
@@ -18,20 +20,7 @@ namespace {
 constexpr double kUnlikely = 1e-16;
 constexpr double kTiny = 1e-300;
 constexpr int kMost = 16;  // causes of a combination
-
-// e^x of a number from -700 to 0, to the last bit but one; the loop over it becomes vectors.
-inline double exp_of(double x) {
-    const double k = std::floor(x * 1.4426950408889634 + 0.5);
-    const double r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10;
-    double sum = 1.0 / 6227020800.0;
-    for (const double one : {479001600.0, 39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0,
-                             120.0, 24.0, 6.0, 2.0, 1.0, 1.0})
-        sum = sum * r + 1.0 / one;
-    const int64_t bits = (static_cast<int64_t>(k) + 1023) << 52;
-    double power;
-    std::memcpy(&power, &bits, sizeof power);
-    return sum * power;
-}
+constexpr int kFew = 48;   // components that are compared each with each
 
 template <bool magnitude>
 inline double larger(double a, double b) {
@@ -137,28 +126,214 @@ inline void chosen_of(const int64_t* mine, const int32_t* which, int size, int64
     for (int i = 0; i < size; ++i) chosen[i] = mine[which[i]];
 }
 
+// Numbers of as many points, or states, as are worked on together.
+constexpr int kLanes = 8;
+typedef double Lanes __attribute__((vector_size(8 * kLanes)));
+typedef int64_t Bits __attribute__((vector_size(8 * kLanes)));
+
+// Numbers of a row from a place on; behind its end the lowest that there are.
+inline Lanes load(const double* row, int64_t left) {
+    Lanes result = Lanes{} + std::numeric_limits<double>::lowest();
+    if (left >= kLanes)
+        std::memcpy(&result, row, sizeof result);
+    else
+        std::memcpy(&result, row, sizeof(double) * left);
+    return result;
+}
+
+inline void store(const Lanes& numbers, double* row, int64_t left) {
+    if (left >= kLanes)
+        std::memcpy(row, &numbers, sizeof numbers);
+    else
+        std::memcpy(row, &numbers, sizeof(double) * left);
+}
+
+inline Lanes larger(const Lanes& a, const Lanes& b) { return a < b ? b : a; }  // a if it is NaN
+
+// e^x of numbers from -700 to 0, to the last bit but one.
+inline Lanes exp_of(const Lanes& x) {
+    const Bits k = __builtin_convertvector(x * 1.4426950408889634 - 0.5, Bits);
+    const Lanes whole = __builtin_convertvector(k, Lanes);
+    const Lanes r = (x - whole * 6.93147180369123816490e-01) - whole * 1.90821492927058770002e-10;
+    Lanes sum = Lanes{} + 1.0 / 6227020800.0;
+    for (const double one : {479001600.0, 39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0,
+                             120.0, 24.0, 6.0, 2.0, 1.0, 1.0})
+        sum = sum * r + 1.0 / one;
+    const Bits bits = (k + 1023) << 52;
+    Lanes power;
+    std::memcpy(&power, &bits, sizeof power);
+    return sum * power;
+}
+
+inline double sum_of(const Lanes& numbers) {
+    double sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += numbers[i];
+    return sum;
+}
+
+inline int64_t pair_of(int64_t i, int64_t j) { return j * (j + 1) / 2 + i; }  // i <= j
+
 }  // namespace
 
 extern "C" {
 
+void choose(int64_t n, int64_t H, int64_t C, const double* scores, int64_t* out) {
+    std::vector<double> keys(H), order(H);
+    std::vector<int64_t> larger(H), chosen(H + 1);
+    const double lowest = -std::numeric_limits<double>::infinity();
+    for (int64_t i = 0; i < n; ++i, scores += H, out += C) {
+        for (int64_t h = 0; h < H; ++h) keys[h] = scores[h] == scores[h] ? scores[h] : lowest;
+        double least = -lowest;  // of those that are chosen
+        if (H <= kFew) {
+            std::fill(larger.begin(), larger.end(), 0);
+            for (int64_t h = 0; h < H; ++h)
+                for (int64_t g = 0; g < H; ++g) larger[g] += keys[h] > keys[g];
+            for (int64_t h = 0; h < H; ++h) least = larger[h] < C && keys[h] < least ? keys[h] : least;
+        } else {
+            order = keys;
+            std::nth_element(order.begin(), order.begin() + (C - 1), order.end(), std::greater<>());
+            least = order[C - 1];
+        }
+        int64_t equal = C, at = 0;  // how many that are as large as the least are chosen
+        for (int64_t h = 0; h < H; ++h) equal -= keys[h] > least;
+        for (int64_t h = 0; h < H; ++h) {
+            const bool same = keys[h] == least;
+            chosen[at] = h;
+            at += (keys[h] > least) | (same & (equal > 0));
+            equal -= same;
+        }
+        std::memcpy(out, chosen.data(), sizeof(int64_t) * C);
+    }
+}
+
+// A combination is one of fewer causes, its parent, and a last cause; the error that it takes off is
+// that of its parent, and what the last cause adds.
+void sum_errors(int64_t n, int64_t H, int64_t C, int64_t K, int64_t most, int64_t m,
+                const double* p, const double* gram, const double* values,
+                const int64_t* candidates, const int32_t* sizes, const int32_t* which,
+                const int32_t* worth, const int32_t* parents, double scale, const double* base,
+                const double* log_prior, double* out) {
+    const int64_t M = 1 + m * H + K, first = 1 + m * H;
+    std::vector<Lanes> gains(m * C + K), pairs(C * (C + 1) / 2), near(C);
+    for (int64_t start = 0; start < n; start += kLanes) {
+        const int some = int(std::min<int64_t>(kLanes, n - start));
+        for (int b = 0; b < some; ++b) {
+            const int64_t* mine = candidates + (start + b) * C;
+            for (int64_t j = 0; j < C; ++j) {
+                near[j][b] = p[(start + b) * H + mine[j]];
+                const double* row = gram + mine[j] * H;
+                for (int64_t i = 0; i <= j; ++i) pairs[pair_of(i, j)][b] = row[mine[i]];
+            }
+        }
+        for (int64_t v = 0; v < m; ++v)
+            for (int64_t j = 0; j < C; ++j)
+                gains[v * C + j] =
+                    values[v] * (near[j] - 0.5 * values[v] * pairs[pair_of(j, j)]);
+        for (int64_t k = 0; k < K; ++k) {
+            const int32_t *places = which + k * most, *ones = worth + k * most;
+            const int last = sizes[k] - 1;
+            Lanes inner{};
+            for (int r = 0; r < last; ++r)
+                inner += values[ones[r]] * pairs[pair_of(places[r], places[last])];
+            gains[m * C + k] = gains[parents[k]] + gains[ones[last] * C + places[last]] -
+                               values[ones[last]] * inner;
+        }
+        for (int b = 0; b < some; ++b) {
+            const int64_t i = start + b;
+            double* row = out + i * M;
+            row[0] = base[i] + log_prior[0];
+            for (int64_t v = 0; v < m; ++v)
+                for (int64_t h = 0; h < H; ++h) {
+                    const double own = 0.5 * values[v] * gram[h * H + h];
+                    row[1 + v * H + h] = values[v] * scale * (p[i * H + h] - own) + base[i] +
+                                         log_prior[1 + v * H + h];
+                }
+            for (int64_t k = 0; k < K; ++k)
+                row[first + k] = gains[m * C + k][b] * scale + base[i] + log_prior[first + k];
+        }
+    }
+}
+
+// How likely a combination and all that extend it are together is added to its parent, so that each
+// pair of causes is met once for the last cause of each.
+void sum_moments(int64_t n, int64_t H, int64_t C, int64_t K, int64_t most, int64_t m,
+                 const double* values, const int64_t* candidates, const int32_t* sizes,
+                 const int32_t* which, const int32_t* worth, const int32_t* parents,
+                 const double* posterior, double* means, double* second, double* counts,
+                 double* weights) {
+    const int64_t M = 1 + m * H + K, first = 1 + m * H;
+    std::vector<Lanes> shares(m * C + K), pairs(C * (C + 1) / 2), ends(m * C);
+    for (int64_t start = 0; start < n; start += kLanes) {
+        const int some = int(std::min<int64_t>(kLanes, n - start));
+        std::fill(shares.begin(), shares.begin() + m * C, Lanes{});
+        std::fill(pairs.begin(), pairs.end(), Lanes{});
+        std::fill(ends.begin(), ends.end(), Lanes{});
+        for (int b = 0; b < some; ++b)
+            for (int64_t k = 0; k < K; ++k)
+                shares[m * C + k][b] = posterior[(start + b) * M + first + k];
+        for (int64_t k = K; k-- > 0;) {
+            const int32_t *places = which + k * most, *ones = worth + k * most;
+            const int last = sizes[k] - 1;
+            const Lanes share = shares[m * C + k], part = values[ones[last]] * share;
+            shares[parents[k]] += share;
+            ends[ones[last] * C + places[last]] += share;
+            for (int r = 0; r < last; ++r)
+                pairs[pair_of(places[r], places[last])] += values[ones[r]] * part;
+        }
+        Lanes whole{};
+        for (int64_t at = 0; at < m * C; ++at) whole += shares[at];
+        for (int64_t v = 0; v < m; ++v)
+            for (int64_t j = 0; j < C; ++j) {
+                const Lanes often = shares[v * C + j] + ends[v * C + j];
+                for (int b = 0; b < some; ++b) {
+                    means[(start + b) * H + candidates[(start + b) * C + j]] +=
+                        values[v] * often[b];
+                    counts[v] += often[b];
+                }
+                pairs[pair_of(j, j)] += values[v] * values[v] * often;
+            }
+        for (int b = 0; b < some; ++b) {
+            const int64_t i = start + b, *mine = candidates + i * C;
+            weights[i] = whole[b] + posterior[i * M];
+            for (int64_t v = 0; v < m; ++v) {
+                const double value = values[v], *row = posterior + i * M + 1 + v * H;
+                double sum = 0;
+                for (int64_t h = 0; h < H; ++h) {
+                    sum += row[h];
+                    means[i * H + h] += value * row[h];
+                    second[h * H + h] += value * value * row[h];
+                }
+                counts[v] += sum;
+                weights[i] += sum;
+            }
+            for (int64_t j = 0; j < C; ++j)
+                for (int64_t r = 0; r <= j; ++r)
+                    second[mine[r] * H + mine[j]] += pairs[pair_of(r, j)][b];
+        }
+    }
+    for (int64_t i = 0; i < H; ++i)
+        for (int64_t j = 0; j < i; ++j) second[i * H + j] = second[j * H + i];
+}
+
 void posteriors(int64_t n, int64_t M, double temperature, double least, double* logp,
                 double* evidence) {
+    const double share = 1 / temperature;
     for (int64_t i = 0; i < n; ++i) {
         double* row = logp + i * M;
-        double most = row[0], total = 0;
-        for (int64_t m = 1; m < M; ++m) most = row[m] > most ? row[m] : most;
-        if (temperature != 1) {
-            for (int64_t m = 0; m < M; ++m) total += exp_of(std::max(row[m] - most, -700.0));
-            evidence[i] = most + std::log(total);
-            total = 0;
+        Lanes highest = load(row, M), sums{}, plain{};
+        for (int64_t m = kLanes; m < M; m += kLanes) highest = larger(highest, load(row + m, M - m));
+        double most = highest[0];
+        for (int b = 1; b < kLanes; ++b) most = most < highest[b] ? highest[b] : most;
+        for (int64_t m = 0; m < M; m += kLanes) {
+            const Lanes x = load(row + m, M - m) - most;
+            if (temperature != 1) plain += exp_of(larger(x, Lanes{} - 700.0));
+            const Lanes chance = exp_of(larger(x, Lanes{} + least) * share);
+            sums += chance;
+            store(chance, row + m, M - m);
         }
-        for (int64_t m = 0; m < M; ++m) {
-            row[m] = exp_of(std::max(row[m] - most, least) / temperature);
-            total += row[m];
-        }
-        if (temperature == 1) evidence[i] = most + std::log(total);
-        const double share = 1 / total;
-        for (int64_t m = 0; m < M; ++m) row[m] *= share;
+        const double total = sum_of(sums);
+        evidence[i] = most + std::log(temperature != 1 ? sum_of(plain) : total);
+        for (int64_t m = 0; m < M; ++m) row[m] *= 1 / total;
     }
 }
 

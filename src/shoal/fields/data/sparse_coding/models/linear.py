@@ -1,7 +1,8 @@
 """Causes with few values whose components are added up, under Gaussian noise of one variance.
 
 The numbers of a point meet the components once: with G = W W' and p = W y, the error of a state is
-|y - W's|^2 = |y|^2 - 2 p's + s'G s, so all combinations of a batch are one product of matrices.
+|y - W's|^2 = |y|^2 - 2 p's + s'G s. Compiled code (``kernel.cpp``) goes from each combination to
+those with one cause more, for several points at once.
 
 Shapes: as in ``protocols.py``.
 """
@@ -21,6 +22,7 @@ from shoal.fields.data.sparse_coding.models.common import (
     rate_of,
     start_components,
 )
+from shoal.fields.data.sparse_coding.models.native import library
 from shoal.fields.data.sparse_coding.protocols import (
     CodingParams,
     CodingSums,
@@ -40,14 +42,14 @@ class LinearReady:
         W: [H, D] components.
         gram: [H, H], their inner products.
         sigma2: variance of the noise.
-        features: [H' + P, K]: p and G of the candidates to what a combination takes off the error.
-        log_prior: [M], log of prior and of what the density of the noise does not share.
+        values: [m], of a cause beside 0.
+        log_prior: [M].
     """
 
     W: Floats
     gram: Floats
     sigma2: float
-    features: Floats
+    values: Floats
     log_prior: Floats
 
 
@@ -101,12 +103,10 @@ class DiscreteLinear:
         return (1.0,)
 
     def estimate(self, work: CodingWork, machine: Machine) -> Estimate:
-        """Two products with the components, two with the combinations, and the posteriors."""
+        """Two products with the components; what states take is that of sums and posteriors."""
         space = StateSpace(work.components, work.candidates, work.active, self.values)
-        H, some, m = work.components, work.candidates, len(self.values)
-        pairs = some * (some + 1) / 2
-        flops = 4.0 * H * work.dim + 2.0 * space.num_combinations * (2 * some + 2 * pairs + m)
-        return estimate_of(work, space, flops=flops, numbers=H * work.dim + H * H)
+        H = work.components
+        return estimate_of(work, space, flops=4.0 * H * work.dim, numbers=H * work.dim + H * H)
 
     def candidates(self, work: CodingWork, machine: Machine) -> Iterator[Self]:
         """For any data."""
@@ -139,41 +139,23 @@ class DiscreteLinear:
 
     def ready(self, params: CodingParams, space: StateSpace, temperature: float) -> LinearReady:
         """Inner products of the components."""
-        W, (i, j, products) = params["W"], space.pairs
-        both = np.where(i == j, -0.5, -1.0)[:, None] * products.T
-        return LinearReady(
-            W,
-            W @ W.T,
-            float(params["sigma2"]),
-            np.concatenate([space.combinations.T, both]),
-            discrete_log_prior(params["prior"], space),
-        )
+        W = params["W"]
+        log_prior = discrete_log_prior(params["prior"], space)
+        return LinearReady(W, W @ W.T, float(params["sigma2"]), np.asarray(self.values), log_prior)
 
     def joint(self, data: Floats, ready: LinearReady, space: StateSpace) -> JointBatch:
         """Candidates are the components with the largest normalized inner products."""
-        H, first = space.num_components, space.first_combination
         p, own = data @ ready.W.T, np.diagonal(ready.gram)
-        length = np.sqrt(np.maximum(own, np.finfo(float).tiny))
         signs = {float(np.sign(v)) for v in self.values}
-        cosine = p / length
-        scores = np.abs(cosine) if len(signs) == 2 else cosine * signs.pop()
-        candidates = space.choose(scores)
-        logp = np.empty((len(data), space.num_states))
-        logp[:, 0] = 0.0
-        for at, v in enumerate(self.values):
-            logp[:, 1 + at * H : 1 + (at + 1) * H] = v * p - 0.5 * v * v * own
-        i, j, _ = space.pairs
-        cells = candidates.take(i, axis=1) * H + candidates.take(j, axis=1)
-        gram = ready.gram.take(cells)
-        near = np.concatenate([np.take_along_axis(p, candidates, 1), gram], axis=1)
-        np.matmul(near, ready.features, out=logp[:, first:])
-        logp *= 1 / ready.sigma2
-        logp += ready.log_prior
-        square = np.einsum("bd,bd->b", data, data)
-        D = data.shape[1]
-        density = -0.5 * square / ready.sigma2 - 0.5 * D * np.log(2 * np.pi * ready.sigma2)
-        logp += density[:, None]
-        return JointBatch(logp, candidates, (square, cells))
+        cosine = p / np.sqrt(np.maximum(own, np.finfo(float).tiny))
+        candidates = space.choose(np.abs(cosine) if len(signs) == 2 else cosine * signs.pop())
+        square, scale = np.einsum("bd,bd->b", data, data), 1 / ready.sigma2
+        base = -0.5 * scale * square - 0.5 * data.shape[1] * np.log(2 * np.pi * ready.sigma2)
+        logp, given = np.empty((len(data), space.num_states)), (candidates, space.tree)
+        library().sum_errors(
+            p, ready.gram, ready.values, *given, scale, base, ready.log_prior, logp
+        )
+        return JointBatch(logp, candidates, square)
 
     def sums(
         self,
@@ -184,21 +166,17 @@ class DiscreteLinear:
         space: StateSpace,
     ) -> tuple[CodingSums, Floats]:
         """First and second moments of the causes."""
-        H, first = space.num_components, space.first_combination
-        weight = posterior.sum(axis=1)
-        means = space.means(posterior, joint.candidates)
-        square, cells = joint.extra
-        weights = posterior[:, first:] @ space.pairs[2]
-        upper = np.bincount(cells.ravel(), weights.ravel(), H * H).reshape(H, H)
-        second = upper + upper.T - np.diag(np.diagonal(upper))
-        single = posterior[:, 1:first].sum(0).reshape(-1, H)
-        second[np.arange(H), np.arange(H)] += np.square(self.values) @ single
+        H = space.num_components
+        means, second = np.zeros((len(data), H)), np.zeros((H, H))
+        counts, weight = np.zeros(len(ready.values)), np.empty(len(data))
+        given = (joint.candidates, space.tree, posterior)
+        library().sum_moments(ready.values, *given, means, second, counts, weight)
         return {
             "points": np.asarray(weight.sum()),
-            "square": np.asarray(weight @ square),
+            "square": np.asarray(weight @ joint.extra),
             "mixed": means.T @ data,
             "second": second,
-            "values": space.value_counts(posterior),
+            "values": counts,
         }, means
 
     def maximize(

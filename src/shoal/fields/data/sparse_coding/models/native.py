@@ -15,7 +15,7 @@ import numpy.typing as npt
 from shoal.core.errors import BuildError
 from shoal.core.native import build
 from shoal.fields.data.sparse_coding.models import reference
-from shoal.fields.data.sparse_coding.protocols import Floats, Ids
+from shoal.fields.data.sparse_coding.protocols import CauseTree, Floats, Ids
 
 # Powers by vectors; what is compared with infinity or NaN is none of theirs.
 _FLAGS = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
@@ -36,6 +36,44 @@ class CompiledCausesKernels:
         """See :func:`~shoal.fields.data.sparse_coding.models.reference.posteriors`."""
         numbers = c_double(temperature), c_double(reference.UNLIKELY * temperature)
         self._call("posteriors", *logp.shape, *numbers, _at(logp), _at(evidence))
+
+    def choose(self, scores: Floats, out: Ids) -> None:
+        """See :func:`~shoal.fields.data.sparse_coding.models.reference.choose`."""
+        self._call("choose", *scores.shape, out.shape[1], _at(scores), _at(out))
+
+    def sum_errors(
+        self,
+        p: Floats,
+        gram: Floats,
+        values: Floats,
+        candidates: Ids,
+        tree: CauseTree,
+        scale: float,
+        base: Floats,
+        log_prior: Floats,
+        out: Floats,
+    ) -> None:
+        """See :func:`~shoal.fields.data.sparse_coding.models.reference.sum_errors`."""
+        sides = (*p.shape, candidates.shape[1], *tree.which.shape, len(values))
+        given = (p, gram, values, candidates, *tree)
+        rest = (base, log_prior, out)
+        self._call("sum_errors", *sides, *map(_at, given), c_double(scale), *map(_at, rest))
+
+    def sum_moments(
+        self,
+        values: Floats,
+        candidates: Ids,
+        tree: CauseTree,
+        posterior: Floats,
+        means: Floats,
+        second: Floats,
+        counts: Floats,
+        weights: Floats,
+    ) -> None:
+        """See :func:`~shoal.fields.data.sparse_coding.models.reference.sum_moments`."""
+        sides = (*means.shape, candidates.shape[1], *tree.which.shape, len(values))
+        given = (values, candidates, *tree, posterior)
+        self._call("sum_moments", *sides, *map(_at, (*given, means, second, counts, weights)))
 
     def overshoot(self, data: Floats, W: Floats, out: Floats) -> None:
         """See :func:`~shoal.fields.data.sparse_coding.models.reference.overshoot`."""

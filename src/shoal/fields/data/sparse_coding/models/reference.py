@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from shoal.fields.data.sparse_coding.protocols import Floats, Ids
+from shoal.fields.data.sparse_coding.protocols import CauseTree, Floats, Ids
 
 Ints = npt.NDArray[np.int32]
 
@@ -34,6 +34,97 @@ def posteriors(logp: Floats, temperature: float, evidence: Floats) -> None:
     logp /= temperature
     np.exp(logp, out=logp)
     logp /= logp.sum(axis=1, keepdims=True)
+
+
+def choose(scores: Floats, out: Ids) -> None:
+    """The components with the greatest scores, ascending; of equal ones those that come first.
+
+    Args:
+        scores: [B, H].
+        out: [B, H'], receives them.
+    """
+    least = np.where(np.isnan(scores), -np.inf, scores)
+    out[:] = np.sort(np.argsort(-least, axis=1, kind="stable")[:, : out.shape[1]], axis=1)
+
+
+def sum_errors(
+    p: Floats,
+    gram: Floats,
+    values: Floats,
+    candidates: Ids,
+    tree: CauseTree,
+    scale: float,
+    base: Floats,
+    log_prior: Floats,
+    out: Floats,
+) -> None:
+    """Log joint probabilities of points and states whose components are added up.
+
+    Args:
+        p: [B, H], inner products of points and components.
+        gram: [H, H], of the components.
+        values: [m], of a cause beside 0.
+        candidates: [B, H'], ascending.
+        tree: the combinations.
+        scale: of half the error that a state takes off: one over the variance of the noise.
+        base: [B], log density of each point without causes.
+        log_prior: [M].
+        out: [B, M], receives them.
+    """
+    H, first = len(gram), 1 + len(values) * len(gram)
+    out[:, 0] = 0.0
+    for at, v in enumerate(values):
+        out[:, 1 + at * H : 1 + (at + 1) * H] = v * p - 0.5 * v * v * np.diagonal(gram)
+    near = np.take_along_axis(p, candidates, axis=1)
+    inner = gram[candidates[:, :, None], candidates[:, None]]
+    states = _states(values, candidates.shape[1], tree)
+    out[:, first:] = near @ states.T - 0.5 * np.einsum("bij,ki,kj->bk", inner, states, states)
+    out *= scale
+    out += log_prior + base[:, None]
+
+
+def sum_moments(
+    values: Floats,
+    candidates: Ids,
+    tree: CauseTree,
+    posterior: Floats,
+    means: Floats,
+    second: Floats,
+    counts: Floats,
+    weights: Floats,
+) -> None:
+    """First and second moments of causes with few values.
+
+    Args:
+        values: [m], of a cause beside 0.
+        candidates: [B, H'], ascending.
+        tree: the combinations.
+        posterior: [B, M].
+        means: [B, H], zeros, receives the expected causes.
+        second: [H, H], zeros, receives their second moments, summed over the points.
+        counts: [m], zeros, receives how often each value is expected.
+        weights: [B], receives the sums of the rows of the posterior.
+    """
+    H, first = len(second), 1 + len(values) * len(second)
+    single = posterior[:, 1:first].reshape(len(posterior), -1, H)
+    states = _states(values, candidates.shape[1], tree)
+    combined = posterior[:, first:]
+    means += np.einsum("bvh,v->bh", single, values)
+    means[np.arange(len(means))[:, None], candidates] += combined @ states
+    second += np.diag(np.einsum("bvh,v->h", single, np.square(values)))
+    products = np.einsum("bk,ki,kj->bij", combined, states, states)
+    np.add.at(second, (candidates[:, :, None], candidates[:, None]), products)
+    occurs = np.stack([(states == v).sum(1) for v in values], axis=1)
+    counts += single.sum((0, 2)) + combined.sum(0) @ occurs
+    weights[:] = posterior.sum(1)
+
+
+def _states(values: Floats, some: int, tree: CauseTree) -> Floats:
+    """[K, H']: value of each candidate in each combination."""
+    states = np.zeros((len(tree.sizes), some))
+    for row, size, places, worth in zip(states, tree.sizes, tree.which, tree.worth, strict=True):
+        row[places[:size]] = values[worth[:size]]
+    return states
 
 
 def overshoot(data: Floats, W: Floats, out: Floats) -> None:
