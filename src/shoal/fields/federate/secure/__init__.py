@@ -1,0 +1,1 @@
+"""secure: the server learns the sum of updates, and no update. Start at ``rounds.py``."""

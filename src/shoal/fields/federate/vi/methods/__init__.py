@@ -1,0 +1,1 @@
+"""methods of variational inequalities; the tables are in ``vi/__init__.py``."""

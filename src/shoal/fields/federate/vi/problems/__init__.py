@@ -1,0 +1,1 @@
+"""problems of variational inequalities; the tables are in ``vi/__init__.py``."""
