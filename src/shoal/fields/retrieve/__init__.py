@@ -1,0 +1,1 @@
+"""retrieve: finding and ranking documents, such as ``grank``, which needs no server."""

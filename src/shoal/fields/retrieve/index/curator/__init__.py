@@ -1,0 +1,1 @@
+"""curator: a tree of clusters that tenants share, each with a cut of its own."""

@@ -1,0 +1,30 @@
+"""Files of indexes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.core.extras import import_extra
+from shoal.core.files import write_atomic
+from shoal.fields.retrieve.index.protocols import Metric
+
+
+def save_vectors(directory: Path, vectors: np.ndarray, metric: Metric, **more: np.ndarray) -> str:
+    """Write ``index.safetensors``; its name.
+
+    Args:
+        directory: where.
+        vectors: float32 [N, d].
+        metric: goes into the file's metadata.
+        more: other arrays.
+    """
+    numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="files of indexes")
+    arrays = {"vectors": vectors, **more}
+    text = numpy.save(
+        {name: np.ascontiguousarray(one) for name, one in arrays.items()}, {"metric": metric}
+    )
+    write_atomic(directory / "index.safetensors", text)
+    return "index.safetensors"

@@ -1,0 +1,1 @@
+"""osq: vectors and attributes as scalar codes in shared bit segments, searched in stages."""

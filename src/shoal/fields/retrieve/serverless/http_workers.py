@@ -1,0 +1,81 @@
+"""The back-end ``http``: each container is a process with an HTTP server of its own."""
+
+from __future__ import annotations
+
+from shoal.core.parts import part
+from shoal.core.pool import Actor, Pool
+from shoal.core.pool.local import LocalPool
+from shoal.fields.retrieve.serverless.http import FunctionServer, post
+from shoal.fields.retrieve.serverless.processes import RemoteFunctions
+from shoal.fields.retrieve.serverless.protocols import (
+    LIMIT_S,
+    ContainerSetup,
+    FunctionContainer,
+    Invoker,
+)
+
+
+@part
+class HttpWorkers:
+    """Functions behind HTTP servers, one for each container, on this machine."""
+
+    def open(self) -> _Host:
+        """Get ready to start workers."""
+        return _Host(LocalPool(workers=1).open())
+
+    def call_s(self) -> float:
+        """Two requests of HTTP."""
+        return 3e-3
+
+    def cores(self, available: int) -> int:
+        """All of them."""
+        return available
+
+    def cold_s(self) -> float:
+        """An interpreter with numpy, and its server."""
+        return 0.65
+
+    def memory_bytes(self) -> float:
+        """Of the interpreter."""
+        return 6e7
+
+
+class HttpFunctions:
+    """The server of a container, in its process.
+
+    Args:
+        setup: of the container, as a tuple.
+    """
+
+    def __init__(self, setup: tuple[str, str, str, float]) -> None:
+        functions, token = RemoteFunctions(setup), ContainerSetup(*setup).token
+        self._server = FunctionServer(functions.call, token, "127.0.0.1")
+
+    def address(self) -> str:
+        """Where it listens."""
+        return self._server.address
+
+
+class _Host:
+    address = "127.0.0.1"
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def start(self, setup: ContainerSetup, invoker: Invoker) -> FunctionContainer:
+        actor = self._pool.actor(HttpFunctions, tuple(setup))
+        return _Worker(actor, actor.call("address").result(LIMIT_S), setup.token)
+
+    def close(self) -> None:
+        self._pool.close(now=True)
+
+
+class _Worker:
+    def __init__(self, actor: Actor, address: str, token: str) -> None:
+        self._actor, self._address, self._token = actor, address, token
+
+    def call(self, name: str, payload: str) -> str:
+        return post(self._address, self._token, name, payload)
+
+    def close(self) -> None:
+        self._actor.close()

@@ -1,0 +1,46 @@
+"""The back-end ``ray``: containers are actors of a Ray cluster."""
+
+from __future__ import annotations
+
+from shoal.core.parts import part
+from shoal.core.pool.ray import RayPool
+from shoal.fields.retrieve.serverless.processes import PooledHost
+
+
+@part
+class RayFunctions:
+    """Functions as actors of a Ray cluster, whose nodes share the directory of the index.
+
+    Args:
+        address: of a running cluster; empty for ``$RAY_ADDRESS``, or one on this machine that ends
+            with the runtime.
+    """
+
+    address: str = ""
+
+    def open(self) -> PooledHost:
+        """Join or start the cluster.
+
+        Raises:
+            MissingExtraError: Ray is not installed.
+            RankError: there is no cluster at the address.
+        """
+        # Containers wait for each other, so none may wait for a processor.
+        pool = RayPool(address=self.address, cpus_per_actor=0.0).open()
+        return PooledHost(pool, pool.address)
+
+    def call_s(self) -> float:
+        """The cluster's own call, and HTTP for calls of functions by functions."""
+        return 4e-3
+
+    def cores(self, available: int) -> int:
+        """All of them."""
+        return available
+
+    def cold_s(self) -> float:
+        """A worker of the cluster."""
+        return 1.5
+
+    def memory_bytes(self) -> float:
+        """Of the worker."""
+        return 1.2e8
