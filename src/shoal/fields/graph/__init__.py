@@ -1,0 +1,82 @@
+"""graph: graphs in compressed rows, and embeddings of their nodes.
+
+Start reading at ``graph.py``, then ``embedding/protocols.py`` and ``embedding/fastrp/``.
+:func:`embed` is the call of Python programs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shoal.core.parts import PartTable, load_object
+
+if TYPE_CHECKING:
+    from shoal.fields.graph.embedding.call import embed
+    from shoal.fields.graph.embedding.fastrp.model import FastRPModel
+    from shoal.fields.graph.gnn.network import GraphSAGE, SAGEConv
+    from shoal.fields.graph.graph import CSRGraph, NodeLabels
+    from shoal.fields.graph.loading import graph_of, package_graph, read_graph, read_labels
+
+__all__ = [
+    "AGGREGATORS",
+    "NODE_EMBEDDERS",
+    "CSRGraph",
+    "FastRPModel",
+    "GraphSAGE",
+    "NodeLabels",
+    "SAGEConv",
+    "embed",
+    "graph_of",
+    "package_graph",
+    "read_graph",
+    "read_labels",
+]
+
+NODE_EMBEDDERS = PartTable(
+    "node_embedder",
+    {
+        "fastrp": "shoal.fields.graph.embedding.fastrp.part:FastRP",
+        "graphvite": "shoal.fields.graph.embedding.graphvite.part:GraphVite",
+        "deepwalk": "shoal.fields.graph.embedding.deepwalk:DeepWalk",
+    },
+    about=(
+        "How nodes of a graph become vectors. Chosen by the key `method` of a job with "
+        "`job: embed_nodes`."
+    ),
+    protocol="shoal.fields.graph.embedding.protocols:NodeEmbedder",
+)
+
+AGGREGATORS = PartTable(
+    "aggregator",
+    {
+        "mean": "shoal.fields.graph.gnn.mean:MeanAggregator",
+        "sum": "shoal.fields.graph.gnn.sum:SumAggregator",
+        "max": "shoal.fields.graph.gnn.max:MaxAggregator",
+        "gru": "shoal.fields.graph.gnn.gru.part:GRUFold",
+        "lcm": "shoal.fields.graph.gnn.lcm.part:LearnableMonoid",
+    },
+    about=(
+        "How the vectors of a node's neighbours become one. Chosen by the key `aggregator` of a "
+        "job with `job: train_gnn`."
+    ),
+    protocol="shoal.fields.graph.gnn.protocols:NeighbourAggregator",
+)
+
+_PLACES = {
+    "GraphSAGE": "gnn.network",
+    "SAGEConv": "gnn.network",
+    "FastRPModel": "embedding.fastrp.model",
+    "CSRGraph": "graph",
+    "NodeLabels": "graph",
+    "embed": "embedding.call",
+    "graph_of": "loading",
+    "package_graph": "loading",
+    "read_graph": "loading",
+    "read_labels": "loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return load_object(f"shoal.fields.graph.{_PLACES[name]}:{name}")
+    raise AttributeError(f"module 'shoal.fields.graph' has no attribute {name!r}")

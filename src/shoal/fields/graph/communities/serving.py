@@ -1,0 +1,129 @@
+"""Queries of communities over HTTP, and a page that draws them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import ShoalError, require
+from shoal.core.parts import table
+from shoal.fields.graph.communities.picture import network
+from shoal.fields.graph.communities.protocols import CommunityError
+from shoal.fields.graph.communities.signature_graph import (
+    Community,
+    CommunityView,
+    SignatureGraph,
+)
+from shoal.fields.http_thread import http_server
+
+_SEEDS, _SIZE = 100, 1000
+
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Communities</title>
+<style>body{{font-family:system-ui,sans-serif;margin:2em auto;max-width:46em}}
+@media(prefers-color-scheme:dark){{body{{background:#111;color:#eee}}}}</style>
+<form><label>Seeds, with commas <input name="seeds" size="40" value="{seeds}"></label>
+<label>Size <input name="size" type="number" min="2" max="{most}" value="{size}"></label>
+<select name="method">{methods}</select> <button>Expand</button></form>
+{result}</html>"""
+
+
+@contextlib.contextmanager
+def community_server(
+    graph: SignatureGraph, host: str = "127.0.0.1", port: int = 0
+) -> Iterator[str]:
+    """Answer queries as long as the block takes; the address ``host:port``.
+
+    ``GET /v1/communities?seeds=A,B&size=50&method=pagerank`` returns JSON: ``seeds``, ``added``,
+    ``scores``, ``groups`` of all members, ``candidates``; or ``error``, with status 422.
+    ``GET /`` is a page with a form and a picture.
+
+    Args:
+        graph: that is asked; it must not change meanwhile.
+        host: address to listen on.
+        port: 0 for a free one.
+
+    Raises:
+        CommunityError: the address cannot be had.
+    """
+    app = _app(graph)
+    with http_server(app, host, port, name="communities", error=CommunityError) as address:
+        yield address
+
+
+def answer(graph: SignatureGraph, query: Mapping[str, str]) -> tuple[Community, CommunityView]:
+    """The community that the parameters of a request ask for, and its view.
+
+    Args:
+        graph: that is asked.
+        query: ``seeds``, with commas; ``size``, 50 if not given; ``method``.
+
+    Raises:
+        ConfigError: a parameter that is none, or an answer that there is not.
+    """
+    seeds = [one.strip() for one in query.get("seeds", "").split(",") if one.strip()]
+    require(
+        0 < len(seeds) <= _SEEDS, "seeds", len(seeds), expected=f"1 to {_SEEDS} vertices",
+        error=CommunityError,
+    )  # fmt: skip
+    size = query.get("size", "50")
+    require(
+        size.isdecimal() and len(size) < 6 and int(size) <= _SIZE, "size", size,
+        expected=f"a number up to {_SIZE}", error=CommunityError,
+    )  # fmt: skip
+    community = graph.expand(seeds, int(size), query.get("method", "mean_similarity"))
+    return community, graph.view(community.members)
+
+
+def page(graph: SignatureGraph, query: Mapping[str, str]) -> str:
+    """The page of a query: a form, and a picture if seeds are given."""
+    result = ""
+    if query.get("seeds"):
+        try:
+            community, view = answer(graph, query)
+            result = network(view, len(community.seeds))
+        except ShoalError as cause:
+            result = f"<p>{escape(str(cause))}</p>"
+    chosen = query.get("method", "")
+    methods = "".join(
+        f"<option{' selected' if name == chosen else ''}>{name}</option>"
+        for name in table("community_expander")
+    )
+    return _PAGE.format(
+        seeds=escape(query.get("seeds", "")), size=escape(query.get("size", "50")), most=_SIZE,
+        methods=methods, result=result,
+    )  # fmt: skip
+
+
+def _json(graph: SignatureGraph, query: Mapping[str, str]) -> tuple[dict[str, Any], int]:
+    try:
+        community, view = answer(graph, query)
+    except ShoalError as cause:
+        return {"error": str(cause)}, 422
+    arrays: dict[str, np.ndarray] = {
+        "seeds": community.seeds,
+        "added": community.added,
+        "scores": community.scores,
+        "groups": view.groups,
+    }
+    said = {name: array.tolist() for name, array in arrays.items()}
+    return {**said, "candidates": community.candidates}, 200
+
+
+def _app(graph: SignatureGraph) -> Any:
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, JSONResponse, Response
+    from starlette.routing import Route
+
+    async def near(request: Request) -> Response:
+        return JSONResponse(*await run_in_threadpool(_json, graph, request.query_params))
+
+    async def drawn(request: Request) -> Response:
+        return HTMLResponse(await run_in_threadpool(page, graph, request.query_params))
+
+    return Starlette(routes=[Route("/v1/communities", near), Route("/", drawn)])

@@ -1,0 +1,1 @@
+"""graphvite: pairs of random walks, trained in blocks that share no rows."""

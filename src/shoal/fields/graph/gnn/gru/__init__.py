@@ -1,0 +1,1 @@
+"""gru: neighbours folded one after the other by a recurrent cell."""

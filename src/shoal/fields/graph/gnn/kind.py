@@ -1,0 +1,77 @@
+"""The job ``train_gnn``: a graph neural network that assigns nodes to classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.core.parts import part
+from shoal.core.tables import Table
+from shoal.fields.graph.gnn.job import TrainGnnJob, TrainGnnPlan, TrainGnnReport
+from shoal.fields.kinds import KindHere, method_of
+from shoal.ir import Flag, Machine, Quantity
+
+if TYPE_CHECKING:
+    from shoal.fields.running import RunOutcome, RunProgress
+
+
+@part
+class TrainGnnKind(KindHere):
+    """Train a graph neural network on the nodes of a graph that have labels."""
+
+    summary: ClassVar = "train a graph neural network that assigns nodes to classes"
+    job_type: ClassVar = TrainGnnJob
+    plan_type: ClassVar = TrainGnnPlan
+    report_type: ClassVar = TrainGnnReport
+    subject: ClassVar = "data"
+    example: ClassVar = {"data": "planted:1000", "epochs": 5}
+    flags: ClassVar = (
+        Flag(name="aggregator", path="aggregator", help="How neighbours are pooled, such as lcm."),
+        Flag(name="labels", path="labels", help="A file of ids and labels."),
+        Flag(name="epochs", path="epochs", help="Steps, each over the whole graph."),
+        Flag(name="neighbours", path="neighbours", help="Neighbours drawn for a node at most."),
+        Flag(name="runs", path="runs", help="Trainings, each with a seed of its own."),
+        Flag(name="threads", path="threads", help="Threads that train."),
+        Flag(name="seed", path="seed", help="Random seed."),
+    )
+    quantities: ClassVar = (
+        Quantity(name="epoch_s", label="time of an epoch", unit="s", better="lower", headline=True),
+        Quantity.of_time("train_s", "time to train, validation included"),
+        Quantity.of_share("val_accuracy", "validation accuracy", "higher"),
+        Quantity.of_share("test_accuracy", "test accuracy", "higher"),
+        Quantity.of_bytes("memory_bytes", "memory"),
+    )
+
+    def plan(self, job: TrainGnnJob, machine: Machine) -> Sequence[TrainGnnPlan]:
+        """Every aggregator, the fastest first."""
+        from shoal.fields.graph.gnn.planning import plan_gnn
+
+        return plan_gnn(job, machine)
+
+    def work(self, plan: TrainGnnPlan) -> Callable[[RunProgress], RunOutcome]:
+        """Train in this process."""
+        from shoal.fields.graph.gnn.execute import execute
+
+        return partial(execute, plan.job, method_of(plan, "aggregator"))
+
+    def describe(self, plan: TrainGnnPlan) -> str:
+        """The aggregator with its options."""
+        return str(plan.job.aggregator or "no aggregator")
+
+    def results(self, report: TrainGnnReport, directory: Path) -> Sequence[Table | str]:
+        """The accuracies of each seed, and what lies where."""
+        details = report.details
+        table = Table(
+            title="networks",
+            columns=("seed", "validation", "test", "best epoch"),
+            rows=tuple(
+                (str(one["seed"]), f"{one['val']:.1%}", f"{one['test']:.1%}", str(one["epoch"]))
+                for one in details["seeds"]
+            ),
+            right="rrrr",
+        )
+        files = ", ".join(str(directory / name) for name in details["files"])
+        common = f"{details['most_common']:.1%} of the test nodes have the most common class"
+        return [table, common, f"files: {files}"]

@@ -1,0 +1,1 @@
+"""lcm: neighbours folded in a balanced tree by a learned commutative operator."""
