@@ -30,6 +30,7 @@ from shoal.fields.data.prepare.batches import PrepTable
 from shoal.fields.data.prepare.passes import Passes
 from shoal.fields.data.prepare.pipeline import build_steps, fit
 from shoal.fields.data.readers import BadRowCount
+from shoal.fields.data.shards import opened
 
 _STEPS = ("outliers", "impute", "scale")
 
@@ -81,11 +82,12 @@ def _prepared(data: Path, place: Path, workers: int) -> float:
     """Fit and transform half of the table in a pool; s."""
     shutil.rmtree(place, ignore_errors=True)
     begin = time.perf_counter()
-    pool = Choice(name="local", options={"workers": workers})
+    choice = Choice(name="local", options={"workers": workers})
     shards = PrepTable(str(data)).shards(BadRowCount())
     shards = shards[: max(1, len(shards) // 2)]
-    passes = Passes(shards, place / "shards", pool, workers)
-    passes.write(fit(build_steps(_STEPS), passes.gather, shards[0].nothing()))
+    with opened(choice) as pool:
+        passes = Passes(shards, place / "shards", pool, workers)
+        passes.write(fit(build_steps(_STEPS), passes.gather, shards[0].nothing()))
     return time.perf_counter() - begin
 
 

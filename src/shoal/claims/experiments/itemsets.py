@@ -45,7 +45,7 @@ class ItemsetsClaim(BaseClaim, row=87, needs=("c++", "fim", "mlxtend")):
     def collect(self, run: ClaimRun) -> None:
         """Whether all agree; the full run times six shapes, then the cells of the generator."""
         fim: Any = import_extra("fim", extra="bench", purpose="the peer of the claim")
-        sizes = [planted(4000, size, 0.5) for size in (8, 14)]
+        sizes = [planted(4000, size, 0.5) for size in (10, 24)]
         few, many = (runs.operations(run.pick("apriori", "eclat"), shape) for shape in sizes)
         base, more = (runs.operations("eclat", shape) for shape in sizes)
         run.put("operations_growth", (many / few) / (more / base))

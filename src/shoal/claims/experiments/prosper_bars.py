@@ -141,7 +141,8 @@ def point_by_point(params: CodingParams, data: Floats, space: StateSpace) -> Cod
     log_prior = discrete_log_prior(params["prior"], space)
     gram, states = W @ W.T, space.combinations
     own, length = np.diagonal(gram), np.sqrt(np.diagonal(gram))
-    i, j, products = space.pairs
+    i, j = np.triu_indices(some)
+    products = states[:, i] * states[:, j]
     both = np.where(i == j, -0.5, -1.0) * products
     mixed, second, counts = np.zeros_like(W), np.zeros((H, H)), 0.0
     for y in data:
