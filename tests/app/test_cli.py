@@ -1,6 +1,7 @@
 """The command line as a user meets it, by output and status."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -192,6 +193,21 @@ def test_claims_list_fits_80_columns_and_leaves_out_what_is_planned(home: Path) 
     whole = shoal(home, "claims", "list", "-v", "--status", "works", "--room", "serve").stdout
     assert "needs >=" in whole and "(mechanism)" in whole
     refused(shoal(home, "claims", "list", "--status", "foo"), "falls_short", "planned")
+
+
+def test_options_of_a_claim_are_set_and_recorded_as_the_command_takes_them(
+    home: Path, tmp_path: Path
+) -> None:
+    from shoal.claims.run import run as judge
+
+    record = judge("itemsets", quick=True, options={"pairs": 3}, results=tmp_path).record
+    assert record.options == {"pairs": 3} and record.command.endswith("--set pairs=3")
+    done = shoal(home, *shlex.split(record.command)[1:], "--results", tmp_path)
+    assert done.returncode == 0 and "operations_growth" in done.stdout, done.stderr
+    run = ("claims", "run", "--quick", "--results", tmp_path)
+    refused(shoal(home, *run, "itemsets", "--set", "pairs"), "expected pairs=VALUE")
+    refused(shoal(home, *run, "itemsets", "--set", "foo=1"), "no such key")
+    refused(shoal(home, *run, "itemsets", "lifl", "--set", "pairs=1"), "for one claim")
 
 
 def test_score_and_doctor(home: Path) -> None:

@@ -33,7 +33,17 @@ def test_bad_input_is_used_or_refused(place: Path) -> None:
 
 @pytest.mark.slow
 def test_bad_input_is_used_or_refused_without_torch(place: Path) -> None:
-    code = "import sys; sys.modules['torch'] = None; import drawn_input; drawn_input.every()"
+    # Not ``sys.modules["torch"] = None``, from which scipy would take its attributes.
+    code = (
+        "import sys\n"
+        "class Without:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            raise ModuleNotFoundError(name='torch')\n"
+        "sys.meta_path.insert(0, Without())\n"
+        "import drawn_input\n"
+        "drawn_input.every()\n"
+    )
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", code],

@@ -18,6 +18,8 @@ from shoal.ir import Device, Link, Machine, MemoryTier, ServeJob, TrainJob, kind
 
 # Requests made up for these tests, in the forms of the public traces.
 TRACES = Path(__file__).with_name("traces")
+# A module and a table as users of federations have them.
+FEDERATION = Path(__file__).with_name("federation")
 # What plans read of drafters; their weights are no part of it.
 DRAFTERS = Path(__file__).with_name("drafters")
 
@@ -46,6 +48,7 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("study", "sbp"): {"file": "model.py", "mesh": "4"},
     ("study", "decode"): {"drafters": ["drafter"]},
     ("study", "duo"): {"directory": "routed"},
+    ("study", "gossip_rates"): {"topology": "barbell"},
     ("study", "gemm"): {"m": 64, "n": 64, "k": 64},
     ("study", "pack"): {"datatype": "vector(13, 100, 128, float32)"},
     ("study", "topology"): {"clusters": "clusters.yaml", "model": "shoal-27m"},
@@ -63,13 +66,31 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("speculative", "dovetail"): {"path": str(DRAFTERS / "dovetail")},
     ("speculative", "draft_model"): {"path": str(DRAFTERS / "draft")},
     ("speculative", "easyspec"): {"path": str(DRAFTERS / "draft")},
+    ("topology", "edge_list"): {"file": str(TRACES / "graph.json")},
     ("workload", "azure"): {"path": str(TRACES / "azure.csv")},
     ("workload", "mooncake"): {"path": str(TRACES / "mooncake.jsonl")},
     ("workload", "trace"): {"path": str(TRACES / "trace.jsonl")},
+    ("learner", "module"): {"path": f"{FEDERATION / 'nets.py'}:Net"},
+    ("learner", "lora"): {"model": "shoal-1m"},
+    ("example_source", "file"): {"path": str(FEDERATION / "visits.csv"), "label": "readmitted"},
     ("preparation", "drop_columns"): {"columns": ["id"]},
     ("preparation", "stratified"): {"column": "city"},
     ("preparation", "k_anonymity"): {"columns": ["age"]},
     ("preparation", "noised_aggregates"): {"bounds": {"age": [0, 120]}},
+}
+
+
+_TEXTS: dict[str, Any] = {"data": {"name": "text", "packages": 3}, "partition": "natural"}
+# What a job says beside a part that does not go with its example.
+BESIDE: dict[tuple[str, str], dict[str, Any]] = {
+    ("learner", "cnn_digits"): {"data": "digits"},
+    ("learner", "tiny_lm"): _TEXTS,
+    ("learner", "lora"): _TEXTS,
+    ("example_source", "text"): {"learner": "tiny_lm"},
+    ("vi_method", "masha2"): {"compressor": "top_k"},
+    ("vi_problem", "robust_regression"): {"step": 0.01},
+    ("vi_problem", "adversarial_lm"): {"step": 0.01},
+    ("partitioner", "natural"): {**_TEXTS, "learner": "tiny_lm"},
 }
 
 
@@ -100,6 +121,12 @@ REACHED: dict[str, str] = {
     "study": "explain",
     "pool": "launcher of a ServeJob, pool of a job on data",
     "text_filter": "method of a CurateJob",
+    "example_source": "FederateJob",
+    "partitioner": "FederateJob",
+    "learner": "FederateJob",
+    "update_compressor": "FederateJob",
+    "topology": "GossipJob",
+    "gossip_policy": "GossipJob",
     "corpus": "TrainJob",
     "lr_schedule": "TrainJob",
     "schedule": "TrainJob",
@@ -112,6 +139,7 @@ REACHED: dict[str, str] = {
     "planner": "plan --planner",
     "tuner": "explain tune --tuner",
     "emitter": "plan --emit",
+    "federation_emitter": "plan federate --emit",
     "path_planner": "explain paths --policy",
     "mapper": "explain mapping --mapper",
     "kernel": "serve --set kernel.OPERATOR=BACKEND, bench kernels",

@@ -46,7 +46,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     ),
     "--set": (
         *(*_PLANNED, *_RUN, "train", "serve", "bench serve", "bench tune", "demo"),
-        "model convert",
+        *("model convert", "claims run"),
     ),
     "--quiet": (
         *(*_PLANNED, *_RUN, "train", "serve", "probe", "check", "demo", "claims run"),

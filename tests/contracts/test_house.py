@@ -27,6 +27,11 @@ WRITES = {
     "claims/experiments/universal_checkpoint_ranks.py",  # the kernel's count of a process's peak
     "checkpoint/remote.py",  # an object that is no checkpoint before its index lies beside it
     "claims/gallery/publish.py",  # inside a directory that is renamed when it is whole
+    "fields/retrieve/index/osq/files.py",  # inside a directory that is renamed when it is whole
+    "fields/graph/graph.py",  # inside a directory that is renamed when it is whole
+    "fields/graph/embedding/deepwalk.py",  # walks, in a directory of its own that is removed
+    "fields/retrieve/collections/wal.py",  # a log grows record by record
+    "fields/retrieve/grank/log.py",  # a log grows line by line
     "core/files.py",  # what everything else is written with
     "core/meter/jsonl.py",  # a log grows line by line
     "core/native.py",  # the compiler's input, in a temporary directory

@@ -30,7 +30,7 @@ from shoal.ir import (
     predictions,
 )
 
-from .conftest import PARTS, REACHED, choice, small_job, small_machine, small_serve_job
+from .conftest import BESIDE, PARTS, REACHED, choice, small_job, small_machine, small_serve_job
 
 JOBS: list[type[Job]] = [kind.job_type for kind in kinds().values()]
 NAMES = {job.__name__ for job in JOBS}
@@ -64,6 +64,10 @@ def stated(kind: str, name: str) -> dict[str, Any]:
         return {field: [choice(kind, name)]}
     if (kind, name) == ("decode", "diffusion"):  # of models that no other part is for
         return {field: choice(kind, name), "model": "shoal-mdlm-3m", "max_position": 128}
+    if kind == "attack":
+        return {field: choice(kind, name), "attackers": 1}
+    if (kind, name) in BESIDE:
+        return {**BESIDE[kind, name], field: choice(kind, name)}
     if "." not in field:
         # Two replicas, so that what is sent between them counts.
         return {field: choice(kind, name), **({"parallel": {"dp": 2}} if kind in CAUSES else {})}
@@ -224,6 +228,8 @@ def test_two_choices_give_two_plans(kind: str) -> None:
     plans = [plan_of(kind, name) for name in table(kind)]
     if kind == "offload":  # it competes with leaving everything where it is
         plans.append(plan(small_job(parallel={"dp": 2})))
+    if kind == "privacy":  # it competes with promising nothing
+        plans.append(first_plan(REACHED[kind]))
     assert len(plans) >= 2, f"only one part of kind {kind} competes"
     for place, one in enumerate(plans):
         assert all(one != other for other in plans[:place])

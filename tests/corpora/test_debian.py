@@ -18,6 +18,9 @@ Size: 3456
 Depends: libc6 (>= 2.34), a | c, libc6:any (<< 3),
  d
 Pre-Depends: dpkg
+Suggests: e (>= 1) | f
+Tag: role::shared-lib, implemented-in::c,
+ admin::kernel
 Description: a library
  with more to say: here
   Package: not this
@@ -37,6 +40,8 @@ B = DebianPackage(
     installed_bytes=12 * 1024,
     description="a library",
     depends=("a", "d", "dpkg", "libc6"),
+    related=("a", "c", "d", "dpkg", "e", "f", "libc6"),
+    tags=("admin::kernel", "implemented-in::c", "role::shared-lib"),
 )
 
 

@@ -30,3 +30,8 @@ def dies(shard: SourceShard, place: Path, shared: None) -> dict[str, Any]:
 def full(shard: SourceShard, place: Path, shared: None) -> dict[str, Any]:
     """A disk without space."""
     raise OSError(28, "No space left on device")
+
+
+def of_process(shard: SourceShard, place: Path, shared: None) -> dict[str, Any]:
+    """Which process it was."""
+    return {"process": os.getpid()}

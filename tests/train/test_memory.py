@@ -22,7 +22,9 @@ from shoal.train.watch.robust import Robust, execute_robust
 
 Make = Callable[..., TrainPlan]
 
-RUN: dict[str, Any] = {"model": "shoal-0.3m", "steps": 14, "parallel": {"dp": 4}}
+# A killed rank ends some steps after the event that has it killed: the trainers run ahead of the
+# supervisor, on a busy machine by several steps, and must not reach the end of the run.
+RUN: dict[str, Any] = {"model": "shoal-0.3m", "steps": 40, "parallel": {"dp": 4}}
 DISK = {"every": 0, "keep": 2}
 
 
@@ -94,7 +96,7 @@ def test_a_killed_rank_and_a_killed_node_lose_at_most_one_step(
 def test_what_a_fine_tuning_method_keeps_beside_parameters_comes_back(
     make_plan: Make, tmp_path: Path, method: str
 ) -> None:
-    job = {**RUN, "steps": 10, "seq_len": 32, "parallel": {"dp": 2}, "finetune": method}
+    job = {**RUN, "seq_len": 32, "parallel": {"dp": 2}, "finetune": method}
     execute(make_plan(**job, checkpoint=DISK), tmp_path / "straight")
     execute(
         make_plan(**job, checkpoint={**DISK, "memory": "copies"}),
@@ -136,7 +138,7 @@ def test_a_run_that_cannot_go_on_leaves_its_memory_on_the_disk(
 ) -> None:
     plan = make_plan(
         model="shoal-0.3m",
-        steps=24,
+        steps=40,
         parallel={"dp": 2},
         checkpoint={**DISK, "memory": "copies"},
         watch={"beat_s": 0.5},

@@ -19,7 +19,6 @@ Names = Callable[[str], Iterable[str]]
 
 # Options whose values are the parts of a table.
 _PARTS = {
-    "emit": "emitter",
     "planner": "planner",
     "scheduler": "scheduler",
     "balancer": "balancer",
@@ -76,6 +75,8 @@ def _names(path: tuple[str, ...], param: str) -> Names | None:
         return _models_of_runs if path == ("serve",) else _models
     if param in ("directory", "run"):
         return _models_of_runs if path == ("model", "generate") else _runs
+    if param == "emit":
+        return lambda _: _emitters(path)
     if param in _PARTS:
         return lambda _: _table(_PARTS[param])
     return None
@@ -85,6 +86,16 @@ def _table(kind: str) -> Iterable[str]:
     from shoal.core.parts import table
 
     return table(kind)
+
+
+def _emitters(path: tuple[str, ...]) -> Iterable[str]:
+    """Those of the kind of job that is planned; of training and serving, the launch files."""
+    from shoal.core.parts import table
+    from shoal.ir import kind_named
+    from shoal.ir.job_kind import emits_of
+
+    planned = path[-1] if path[-1] in table("job") else ""
+    return _table((planned and emits_of(kind_named(planned))) or "emitter")
 
 
 def _models(incomplete: str) -> Iterable[str]:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shoal.ir import ServePlan, TrainPlan
+    from shoal.ir import Plan
 
 
 def write_emitted(
-    plans: Sequence[TrainPlan] | Sequence[ServePlan], engine: str, directory: Path | None
+    plans: Sequence[Plan[Any]], engine: str, directory: Path | None, parts: str = "emitter"
 ) -> None:
     """Write the files of ``engine``; see :func:`shoal.plan.emit.write.emit`."""
     from shoal.core.parts import table
     from shoal.plan.emit.write import emit
 
     where = directory or Path(f"launch-{engine}")
-    chosen, files = emit(plans, engine, where)
+    chosen, files = emit(plans, engine, where, parts)
     if chosen is not plans[0]:
         place = next(at for at, plan in enumerate(plans, 1) if plan is chosen)
-        refused = "; ".join(table("emitter").build(engine).refuses(plans[0]))
+        refused = "; ".join(table(parts).build(engine).refuses(plans[0]))
         typer.echo(
             f"plan {place} is the best one that {engine} can run; it cannot run plan 1: {refused}",
             err=True,

@@ -22,6 +22,9 @@ from shoal.core.extras import import_extra
 
 _LISTS, _STATUS = Path("/var/lib/apt/lists"), Path("/var/lib/dpkg/status")
 _LISTED = ("Depends", "Pre-Depends")
+_RELATED = (*_LISTED, "Recommends", "Suggests")
+# Fields of which more than the first line is read.
+_LONG = (*_RELATED, "Tag")
 # Fewer are said to be few.
 _MANY = 10_000
 
@@ -37,6 +40,8 @@ class DebianPackage(NamedTuple):
         installed_bytes: on the disk.
         description: its first line.
         depends: names that it depends on, ascending; of alternatives the first.
+        related: names that it depends on, recommends or suggests, all alternatives, ascending.
+        tags: of debtags, such as ``role::program``, ascending; none where the index has none.
     """
 
     name: str
@@ -46,6 +51,8 @@ class DebianPackage(NamedTuple):
     installed_bytes: int
     description: str
     depends: tuple[str, ...]
+    related: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,12 +107,12 @@ def _read(root: Path) -> PackageIndex:
 
 
 def _package(fields: dict[str, str]) -> DebianPackage:
-    depends = set()
-    for field in _LISTED:
+    depends, related = set(), set()
+    for field in _RELATED:
         for one in fields.get(field, "").split(","):
-            name = one.partition("|")[0].partition("(")[0].strip().partition(":")[0]
-            if name:
-                depends.add(name)
+            names = [_name(choice) for choice in one.split("|")]
+            depends.update(names[: field in _LISTED])
+            related.update(names)
     return DebianPackage(
         name=fields["Package"],
         section=fields.get("Section", ""),
@@ -113,8 +120,17 @@ def _package(fields: dict[str, str]) -> DebianPackage:
         size_bytes=_number(fields.get("Size", "0")),
         installed_bytes=1024 * _number(fields.get("Installed-Size", "0")),
         description=fields.get("Description", ""),
-        depends=tuple(sorted(depends)),
+        depends=tuple(sorted(depends - {""})),
+        related=tuple(sorted(related - {""})),
+        tags=tuple(
+            sorted({tag for one in fields.get("Tag", "").split(",") if (tag := one.strip())})
+        ),
     )
+
+
+def _name(choice: str) -> str:
+    """A package of a dependency, without its version and architecture."""
+    return choice.partition("(")[0].strip().partition(":")[0]
 
 
 def _number(text: str) -> int:
@@ -122,14 +138,14 @@ def _number(text: str) -> int:
 
 
 def _stanzas(path: Path) -> Iterator[dict[str, str]]:
-    """Fields of each paragraph; of all but lists of packages the first line."""
+    """Fields of each paragraph; of all but lists of packages and of tags the first line."""
     fields: dict[str, str] = {}
     name = ""
     try:
         with _opened(path) as stream, io.TextIOWrapper(stream, "utf-8", "replace") as text:
             for line in text:
                 if line.startswith((" ", "\t")):
-                    if name in _LISTED:
+                    if name in _LONG:
                         fields[name] += line.strip()
                     continue  # more of a description
                 name, separator, value = line.partition(":")

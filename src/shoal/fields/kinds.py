@@ -49,14 +49,29 @@ class KindHere(ABC):
         return plan.predicted
 
 
-def method_of(plan: Plan[Any]) -> Choice:
+def unreadable_rows(details: Mapping[str, Any]) -> list[str]:
+    """What the details of a report say of rows that could not be read; nothing if all could.
+
+    Args:
+        details: with ``bad_rows`` and ``first_bad``.
+    """
+    if not details.get("bad_rows"):
+        return []
+    return [f"{details['bad_rows']:,} rows could not be read, the first: {details['first_bad']}"]
+
+
+def method_of(plan: Plan[Any], field: str = "method") -> Choice:
     """The method of a plan.
+
+    Args:
+        plan: of any kind.
+        field: of the job that chooses it.
 
     Raises:
         ConfigError: it has none.
     """
-    method: Choice | None = plan.job.method
+    method: Choice | None = getattr(plan.job, field)
     if method is None:
         kind = plan.job.job
-        raise ConfigError(f"method: the plan has none; make one with shoal plan {kind} --out")
+        raise ConfigError(f"{field}: the plan has none; make one with shoal plan {kind} --out")
     return method

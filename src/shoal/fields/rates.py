@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError
 from shoal.core.files import shoal_home, write_json
+from shoal.core.native import cpu_model
 from shoal.ir import Machine
 
 _Rates = TypeVar("_Rates", bound=Value)
@@ -53,6 +54,28 @@ def core_share(machine: Machine, known: float) -> float:
     cores = max(machine.device.num_cores or 1, 1)
     flops = machine.device.peak_flops.get("fp32", known * cores) / cores
     return 1.0 if machine.device.kind == "gpu" else min(max(flops / known, 0.1), 2.0)
+
+
+def machine_rates(
+    machine: Machine, file: str, described: _Rates, timed: Callable[[], _Rates], flops: float
+) -> _Rates:
+    """How fast a core of a machine is: timed and kept if it is this one, else by its description.
+
+    Args:
+        machine: which.
+        file: name of a file in Shoal's home.
+        described: of a core whose rates are known; those whose names end with ``_s`` are scaled.
+        timed: measures this machine's.
+        flops: FLOP/s in fp32 of the core that is known.
+
+    Raises:
+        ConfigError: the file of what was timed is damaged.
+    """
+    if machine.fingerprint.get("cpu") == cpu_model():
+        return kept_rates(file, cpu_model(), type(described), timed)
+    share = core_share(machine, flops)
+    scaled = {name: value / share for name, value in described if name.endswith("_s")}
+    return described.model_copy(update=scaled)
 
 
 def least_seconds(run: Callable[[], Any], times: int = 3) -> tuple[float, Any]:

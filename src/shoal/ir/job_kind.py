@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 
 from pydantic import field_validator
 
-from shoal.core.config import Value
+from shoal.core.config import Kind, Value
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.files import expanded
 from shoal.core.parts import table
 from shoal.core.sizes import human_bytes
+from shoal.core.svg import Chart
 from shoal.core.tables import Table, digits
 from shoal.core.theme import Mark
 
@@ -114,13 +115,32 @@ class Flag:
     read: Callable[[str], object] | None = None
 
 
+class RunFollower(Protocol):
+    """Reads the events of one run of a kind as they are written, for the page of the run."""
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """The next event, of any kind.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is damaged; it is then passed over.
+        """
+
+    def charts(self) -> Sequence[Chart]:
+        """Pictures of what was read so far."""
+
+    def tables(self, plan: Any) -> Sequence[Table]:
+        """Tables of what was read so far, of a run of a plan."""
+
+
 @runtime_checkable
 class JobKind(Protocol):
     """One kind of job.
 
     A kind may also have what follows; the functions of this module say what holds without:
     ``rests_on`` (paths of values that a prediction rests on), ``defaults(job, machine)``,
-    ``rank(job, machine, **options)``, ``tables(plans, verbose=...)``, ``pictures(plans)`` (SVG),
+    ``follow()`` (a :class:`RunFollower` of its events), ``emits`` (the ``Kind`` of
+    part that writes its plans for other systems), ``rank(job, machine, **options)``,
+    ``tables(plans, verbose=...)``, ``pictures(plans)`` (SVG),
     ``explain(plan)`` (an :class:`~shoal.ir.Explanation` of its price).
 
     Attributes:
@@ -248,6 +268,21 @@ def defaults_of(kind: JobKind, job: Job, machine: Machine) -> Mapping[str, Any]:
     """Dotted path -> what a job usually is on a machine, in the place of the type's defaults."""
     method = getattr(kind, "defaults", None)
     return {} if method is None else method(job, machine)
+
+
+def follower_of(name: str) -> RunFollower | None:
+    """What reads the events of a run of the kind of that name; None where a page needs none."""
+    if name not in table("job") or name in broken_kinds():
+        return None
+    method = getattr(kind_named(name), "follow", None)
+    follower: RunFollower | None = None if method is None else method()
+    return follower
+
+
+def emits_of(kind: JobKind) -> str:
+    """Kind of part that writes a kind's plans for other systems; empty where there is none."""
+    chosen: Kind | None = getattr(kind, "emits", None)
+    return "" if chosen is None else chosen.kind
 
 
 def rank_options(kind: JobKind) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Generic, Literal, TypeVar
 from shoal.core.errors import ShoalError, StoreError
 from shoal.cost.score import RunEntry, Score, ScoredQuantity, run_id
 from shoal.ir import Plan, Report, kind_named, kind_of
+from shoal.ir.job_kind import RunFollower, follower_of
 from shoal.parallel.comm.heartbeat import Heartbeat
 from shoal.plan.saved import read_plan
 from shoal.train.layout import RunDir
@@ -113,10 +114,15 @@ def file_type(name: str) -> str | None:
 
 
 class Events:
-    """What the event file of one run says; each :meth:`refresh` reads only what is new."""
+    """What the event file of one run says; each :meth:`refresh` reads only what is new.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    Args:
+        root: directory of the run.
+        follow: makes what its kind of job reads its events with.
+    """
+
+    def __init__(self, root: Path, follow: Callable[[], RunFollower | None] = lambda: None) -> None:
+        self._root, self._follow = root, follow
         self._lock = threading.Lock()
         self._file = (0, 0)
         self._forget()
@@ -137,6 +143,7 @@ class Events:
         self.sample = ""
         self.skipped_lines = 0
         self.shortened = False
+        self.follower = self._follow()
 
     def refresh(self) -> None:
         """Read what was written since the last time."""
@@ -178,6 +185,8 @@ class Events:
                 kept.append(event)
             elif kind == "sample":
                 self.sample = str(event["text"])[:20_000]
+            if self.follower is not None:
+                self.follower.take(event)
             if kind in _STORY:
                 self._tell(event)
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -336,7 +345,7 @@ class Runs:
         if entry.path is None:
             return Events(Path(os.devnull))
         root = entry.path
-        events = self._events.get(root, lambda: Events(root))
+        events = self._events.get(root, lambda: Events(root, lambda: follower_of(entry.kind)))
         events.refresh()
         return events
 

@@ -109,6 +109,9 @@ def run(
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed.", min=0)] = 0,
     results: Annotated[Path, typer.Option(help="Directory for results.")] = Path("results"),
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="option=value of the claim that is named.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict only.")] = False,
     output: Output = Format.text,
 ) -> None:
@@ -121,6 +124,8 @@ def run(
         shoal claims run --all --quick
 
         shoal claims run --stale
+
+        shoal claims run fedcompass --set appfl=envs/appfl/bin/python
     """
     from shoal.api.loading import model_directory
     from shoal.app.show import WorkBar, as_json
@@ -135,6 +140,9 @@ def run(
         return
     if not wanted:
         raise ConfigError(f"no claim is named; give --all, or some of {', '.join(CLAIMS)}")
+    if set_ and len(wanted) != 1:
+        raise ConfigError(f"--set is for one claim, and {len(wanted)} are named")
+    options = _options(set_ or [])
     short = False
     verdicts: list[dict[str, Any]] = []
     for number, name in enumerate(wanted):
@@ -147,6 +155,7 @@ def run(
                 model=None if model is None else str(model_directory(model)),
                 seed=seed,
                 results=results,
+                options=options,
                 progress=lambda text, share, bar=bar: bar(share, 1.0, text),  # type: ignore[misc]
             )
         if output is Format.json:
@@ -158,6 +167,19 @@ def run(
         as_json(verdicts)
     if short:
         raise typer.Exit(1)
+
+
+def _options(sets: list[str]) -> dict[str, Any]:
+    """What ``option=value`` texts say."""
+    from shoal.core.errors import require
+    from shoal.core.files import parse_yaml
+
+    options = {}
+    for text in sets:
+        name, equals, value = text.partition("=")
+        require(bool(equals), f"--set {name}", text, expected=f"{name}=VALUE")
+        options[name.strip()] = parse_yaml(value, f"--set {name}")
+    return options
 
 
 def _time_left(claims: list[str], results: Path) -> str:

@@ -172,6 +172,8 @@ _OUTPUT = option("output", Format, Format.text, "text or json.", "--output", "-o
 
 def plan_command(name: str, kind: JobKind) -> Callable[..., None]:
     """``shoal plan KIND`` of one kind."""
+    from shoal.core.parts import table as parts
+    from shoal.ir.job_kind import emits_of
 
     def do(
         *,
@@ -186,8 +188,10 @@ def plan_command(name: str, kind: JobKind) -> Callable[..., None]:
         **flags: str | None,
     ) -> None:
         from shoal import api
+        from shoal.app.emitting import write_emitted
         from shoal.core.errors import require
 
+        engine, directory = flags.pop("emit", None), flags.pop("emit_dir", None)
         require(top >= 1, "--top", top, expected="1 or more")
         values = _read(kind, flags)
         source: Any = {} if subject is None else subject
@@ -197,6 +201,9 @@ def plan_command(name: str, kind: JobKind) -> Callable[..., None]:
         if out is not None:
             plans.save(out)
             typer.echo(f"saved {out}", err=True)
+        if engine is not None:
+            where = None if directory is None else Path(directory)
+            write_emitted(list(plans), engine, where, emits)
         if output is Format.json:
             as_json([plan.model_dump(mode="json", exclude_none=True) for plan in plans[:top]])
         else:
@@ -204,9 +211,19 @@ def plan_command(name: str, kind: JobKind) -> Callable[..., None]:
         if not plans.best.fits:
             raise typer.Exit(1)
 
+    emits = emits_of(kind)
+    emitting = (
+        [
+            option("emit", str | None, None, "Write an app for: " + ", ".join(parts(emits)) + "."),
+            option("emit_dir", str | None, None, "Directory for --emit. [default: launch-NAME]"),
+        ]
+        if emits
+        else []
+    )
     options = [
         _MACHINE,
         _SET,
+        *emitting,
         option("top", int, 5, "Number of plans to show."),
         option("out", Path | None, None, "Save the best plan to this file."),
         option("verbose", bool, False, "Also show time and memory by cause.", "--verbose", "-v"),

@@ -41,8 +41,9 @@ def of_run(events: Events, plan: Plan[Any] | None, window: _Window = None) -> li
         window: first and last step; all of them if None.
     """
     steps = events.steps
+    own = [] if events.follower is None else list(events.follower.charts())
     if not steps:
-        return []
+        return own
     first, last = window or (-math.inf, math.inf)
     ends = [max(float(min(steps)), first), min(float(max(steps)), last)]
     more: dict[str, list[Series]] = {"loss": _held_out("held-out", events, window)}
@@ -61,7 +62,7 @@ def of_run(events: Events, plan: Plan[Any] | None, window: _Window = None) -> li
         name = "training" if key == "loss" else "measured"
         series = [Series(name, *curve), *more.get(key, ())]
         results.append(_chart(title, unit, series, bands.get(key, ())))
-    return [one for one in (*results, memory_by_tier(events)) if one is not None]
+    return own + [one for one in (*results, memory_by_tier(events)) if one is not None]
 
 
 def of_runs(runs: Sequence[tuple[str, Events]], window: _Window = None) -> list[Chart]:

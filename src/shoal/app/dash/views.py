@@ -228,6 +228,8 @@ def run(runs: Runs, found: RunStatus) -> dict[str, Any]:
         "plan": plan_.value,
         "compared": [] if report.value is None else _compared(_so_far(report.value, found.live)),
         "results": [] if report.value is None or found.live else _results(report.value, entry.path),
+        "followed": _followed(events, plan_.value),
+        "charted": events.follower is not None and bool(events.follower.charts()),
         "drawn": [] if entry.path is None else drawn(entry.path),
         "troubles": _troubles(found, events, plan_.error or report.error),
         "sample": events.sample,
@@ -243,6 +245,13 @@ def _results(report: Report[Any], directory: Path | None) -> list[Table]:
     except (AttributeError, LookupError, TypeError, ValueError):
         return []
     return [one for one in shown if isinstance(one, Table)]
+
+
+def _followed(events: Events, plan: Plan[Any] | None) -> list[Table]:
+    """The tables of a run that its kind of job makes of its events, while it runs and after."""
+    if events.follower is None or plan is None:
+        return []
+    return list(events.follower.tables(plan))
 
 
 def _rows(events: Events) -> list[dict[str, float | None]]:

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from shoal.ir import ServePlan, TrainPlan
+
+
+@runtime_checkable
+class PlanEmitter(Protocol):
+    """A part of the kind that a kind of job names as ``emits``: writes files of its plans.
+
+    The files are a function of the plan, independent of the machine that wrote them.
+    """
+
+    def refuses(self, plan: Any) -> tuple[str, ...]:
+        """What of the plan cannot be expressed; each entry names the key, its value, and why."""
+
+    def emit(self, plan: Any) -> dict[str, str]:
+        """Name of a file, below the directory that is written -> its text.
+
+        Raises:
+            PlanError: the plan is refused.
+        """
 
 
 @runtime_checkable

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.files import write_atomic
+from shoal.core.parts import table
 from shoal.ir import Plan
-from shoal.plan.emit import EMITTERS
 
 
 def emit(
-    plans: Sequence[Plan[Any]], engine: str, directory: Path | None = None
+    plans: Sequence[Plan[Any]],
+    engine: str,
+    directory: Path | None = None,
+    parts: str = "emitter",
 ) -> tuple[Plan[Any], dict[str, str]]:
     """Launch files of an engine for the best plan that it can run.
 
@@ -20,6 +23,7 @@ def emit(
         plans: best first.
         engine: such as torchtitan, megatron or vllm.
         directory: where they are written, the plan beside them; nothing is written if None.
+        parts: kind of part that writes them.
 
     Returns:
         That plan, and name -> text of the files.
@@ -28,7 +32,7 @@ def emit(
         UnknownPartError: there is no such engine.
         PlanError: it can run none of them; says why not the first.
     """
-    emitter = EMITTERS.build(engine, where="--emit")
+    emitter = table(parts).build(engine, where="--emit")
     chosen = next((plan for plan in plans if not emitter.refuses(plan)), plans[0])
     files: dict[str, str] = emitter.emit(chosen)
     if directory is not None:

@@ -69,6 +69,11 @@ class BoundedServer(uvicorn.Server):
             acceptor.close()
         await super().shutdown(sockets)
 
+    @property
+    def handshake_s(self) -> float | None:
+        """S that a client has to agree on TLS; None without it."""
+        return self._limits.read_s if self.config.ssl is not None else None
+
     def connections(self) -> list[HttpConnection]:
         """Those that are open."""
         return [one for one in self.server_state.connections if isinstance(one, HttpConnection)]
@@ -161,7 +166,15 @@ class _Acceptor:
     async def _open(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
         try:
-            await self._loop.connect_accepted_socket(self._server.make, accepted)
+            await self._loop.connect_accepted_socket(
+                self._server.make,
+                accepted,
+                ssl=self._server.config.ssl,
+                ssl_handshake_timeout=self._server.handshake_s,
+            )
+        except OSError:  # no TLS was spoken, or the connection has gone
+            self._server.num_open -= 1
+            accepted.close()
         except BaseException:
             self._server.num_open -= 1
             accepted.close()

@@ -31,6 +31,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.routing import compile_path
 
 from shoal.core.errors import ServeError
 from shoal.core.version import __version__
@@ -158,59 +159,64 @@ def protect(
     access: AccessControl | None,
     limits: HttpLimits,
     drain: DrainState | None,
+    routes: Sequence[tuple[str, str]] = ROUTES,
+    respond: Callable[[ApiError], Response] = error_response,
 ) -> None:
     """Give every error of an application the one shape, and put the guard before it.
 
     Args:
-        app: with the routes of :data:`ROUTES`.
+        app: with these routes.
         count: called with (route, status) of every request.
         access: who may call.
         limits: limits of the options of a request.
         drain: closed while the server drains.
+        routes: (method, path) of every endpoint; those of adapters are known besides.
+        respond: the answer that is an error.
     """
-    app.router.redirect_slashes = False
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ServeError, _serve_error)
-    app.add_exception_handler(ClientDisconnect, _nobody)
-    known = frozenset((*(path for _, path in ROUTES), *ADAPTER_ROUTES))
+    paths = tuple(dict.fromkeys(path for _, path in routes))
+    places = [(compile_path(path)[0], path) for path in (*paths, *ADAPTER_ROUTES)]
+
+    async def http_error(request: Request, cause: Exception) -> Response:
+        assert isinstance(cause, HTTPException)
+        return respond(_http_error(request, cause, paths))
+
+    async def serve_error(_: Request, cause: Exception) -> Response:
+        assert isinstance(cause, ServeError)
+        return respond(as_api_error(cause))
 
     def counted(path: str, status: int) -> None:
-        route = "/v1/models/{model}" if path.startswith("/v1/models/") else path
         # Paths that are not defined must not become labels without bound.
-        count(route if route in known else "other", status)
+        count(next((route for form, route in places if form.match(path)), "other"), status)
 
+    app.router.redirect_slashes = False
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(ServeError, serve_error)
+    app.add_exception_handler(ClientDisconnect, _nobody)
     app.add_middleware(
         HttpGuard,
         access=access or AccessControl(),
         limits=limits,
         count=counted,
         drain=drain or DrainState(),
+        methods=sorted({method for method, _ in routes}),
+        respond=respond,
     )
 
 
-async def _http_error(request: Request, cause: Exception) -> Response:
+def _http_error(request: Request, cause: HTTPException, paths: Sequence[str]) -> ApiError:
     """404 and 405 of the router, in the one shape."""
-    assert isinstance(cause, HTTPException)
     messages = {
-        404: f"{request.url.path[:80]}: unknown endpoint; see "
-        f"{', '.join(path for _, path in ROUTES)}",
+        404: f"{request.url.path[:80]}: unknown endpoint; see {', '.join(paths)}",
         405: f"{request.method} {request.url.path[:80]}: expected another method, "
         f"{(cause.headers or {}).get('Allow', 'GET or POST')}",
     }
     codes = {404: "not_found", 405: "method_not_allowed"}
-    return error_response(
-        ApiError(
-            messages.get(cause.status_code, str(cause.detail)),
-            status=cause.status_code,
-            code=codes.get(cause.status_code),
-            headers=cause.headers,
-        )
+    return ApiError(
+        messages.get(cause.status_code, str(cause.detail)),
+        status=cause.status_code,
+        code=codes.get(cause.status_code),
+        headers=cause.headers,
     )
-
-
-async def _serve_error(_: Request, cause: Exception) -> Response:
-    assert isinstance(cause, ServeError)
-    return error_response(as_api_error(cause))
 
 
 async def _nobody(_: Request, __: Exception) -> Response:

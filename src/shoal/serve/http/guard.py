@@ -13,10 +13,11 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.core.errors import ServeError, require
@@ -59,27 +60,31 @@ class AccessControl:
         key: what ``Authorization: Bearer`` must have; None lets all users of this machine in.
         hosts: names besides those of this machine that ``Host`` may have; ``*`` for any.
         origins: web pages that may call, such as ``http://localhost:3000``.
+        keys: further keys; which one a request had is its ``state["api_key"]``.
+        key_header: a header that may have the key in the place of ``Authorization``.
     """
 
     key: str | None = None
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    key_header: str = ""
+
+    @property
+    def every_key(self) -> tuple[str, ...]:
+        """All keys; none let all users of this machine in."""
+        return self.keys if self.key is None else (self.key, *self.keys)
 
     def __post_init__(self) -> None:
-        require(
-            self.key is None
-            or (
-                self.key.isascii()
-                and self.key.isprintable()
-                and " " not in self.key
-                and len(self.key) >= 8
-            ),
-            "the API key",
-            "***",
-            expected="at least 8 printable ASCII characters without spaces",
-            hint="make one with: openssl rand -hex 16",
-            error=ServeError,
-        )
+        for key in self.every_key:
+            require(
+                key.isascii() and key.isprintable() and " " not in key and len(key) >= 8,
+                "the API key",
+                "***",
+                expected="at least 8 printable ASCII characters without spaces",
+                hint="make one with: openssl rand -hex 16",
+                error=ServeError,
+            )
         for origin in self.origins:
             parts = urlsplit(origin)
             require(
@@ -95,7 +100,12 @@ class HttpGuard:
     """The outermost layer.
 
     Args:
+        access: who may call.
         limits: sizes of headers.
+        count: called with (path, status) of every request.
+        drain: closed while the server drains.
+        methods: that web pages may use.
+        respond: the answer that is an error.
     """
 
     def __init__(
@@ -106,15 +116,19 @@ class HttpGuard:
         limits: HttpLimits,
         count: Callable[[str, int], None],
         drain: DrainState,
+        methods: Sequence[str] = ("GET", "POST"),
+        respond: Callable[[ApiError], Response] = error_response,
     ) -> None:
         self._app = app
+        self._methods, self._respond = methods, respond
         self._drain = drain
         self._limits = limits
         self._count = count
         self._origins = frozenset(access.origins)
         self._hosts = _LOCAL_NAMES | {host.lower() for host in access.hosts}
         # Compared as digests: equal lengths, so that the time reveals nothing about the key.
-        self._digest = _digest(access.key.encode()) if access.key is not None else None
+        self._digests = {_digest(key.encode()): key for key in access.every_key}
+        self._key_header = access.key_header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or let through."""
@@ -164,16 +178,16 @@ class HttpGuard:
     ) -> None:
         if status:
             raise error  # an answer has begun; the connection is cut, so it is not taken for whole
-        await error_response(error)(scope, receive, send)
+        await self._respond(error)(scope, receive, send)
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         self._check_size(scope)
         self._check_host(headers.getlist("host"))
         if self._check_origin(headers) and scope["method"] == "OPTIONS":
-            await _preflight(send)
+            await self._preflight(send)
             return
         if scope["path"] not in OPEN:
-            self._check_key(headers)
+            scope["state"]["api_key"] = self._check_key(headers)
         if self._drain.closed and scope["path"] not in _WHILE_DRAINING:
             raise ApiError(
                 "the server is stopping and accepts no more requests",
@@ -225,12 +239,18 @@ class HttpGuard:
             )
         return True
 
-    def _check_key(self, headers: Headers) -> None:
-        if self._digest is None:
-            return
+    def _check_key(self, headers: Headers) -> str | None:
+        """The key of a request; None where none is needed."""
+        if not self._digests:
+            return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        own = headers.get(self._key_header) if self._key_header else None
+        if own is not None:
+            scheme, key = "bearer", own
         given = _digest(key.strip().encode("latin-1", "replace"))
-        if not hmac.compare_digest(given, self._digest) or scheme.lower() != "bearer":
+        # All are compared, so that the time does not say which was right.
+        same = [self._digests[one] for one in self._digests if hmac.compare_digest(given, one)]
+        if not same or scheme.lower() != "bearer":
             raise ApiError(
                 "wrong or missing API key: expected the header Authorization: Bearer KEY with the "
                 "server's key",
@@ -238,6 +258,18 @@ class HttpGuard:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        return same[0]
+
+    async def _preflight(self, send: Callable[[Message], Awaitable[None]]) -> None:
+        """Inform a browser what an allowed page may send."""
+        names = ["Authorization", "Content-Type", *filter(None, [self._key_header])]
+        headers = [
+            (b"access-control-allow-methods", ", ".join(self._methods).encode()),
+            (b"access-control-allow-headers", ", ".join(names).encode()),
+            (b"access-control-max-age", b"600"),
+        ]
+        await send({"type": "http.response.start", "status": 204, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
 
 
 def _digest(key: bytes) -> bytes:
@@ -250,14 +282,3 @@ def _host_name(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
-
-
-async def _preflight(send: Callable[[Message], Awaitable[None]]) -> None:
-    """Inform a browser what an allowed page may send."""
-    headers = [
-        (b"access-control-allow-methods", b"GET, POST"),
-        (b"access-control-allow-headers", b"Authorization, Content-Type"),
-        (b"access-control-max-age", b"600"),
-    ]
-    await send({"type": "http.response.start", "status": 204, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})

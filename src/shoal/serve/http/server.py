@@ -7,17 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import functools
-import logging
-import signal
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import table
@@ -26,38 +20,30 @@ from shoal.ir.serve_job import ServeJob
 from shoal.serve.engine.client import ClientOptions, EngineClient
 from shoal.serve.engine.frames import DEFAULT_FACTORY
 from shoal.serve.engine.launch import EngineProcess, launch
+from shoal.serve.http.app_server import (
+    AppOptions,
+    Backend,
+    access_of,
+    check_host,
+    in_thread,
+    listening,
+    until_stopped,
+)
 from shoal.serve.http.draining import DrainState
-from shoal.serve.http.limits import HttpLimits
 from shoal.train.layout import model_name
 
 if TYPE_CHECKING:
-    import uvicorn
     from fastapi import FastAPI
 
     from shoal.serve.cluster.replicas import Replicas
-    from shoal.serve.http.guard import AccessControl
-
-log = logging.getLogger("shoal.serve")
-
-# s that cut streams get to inform their readers, which may not read.
-_FAREWELL_S = 2
-# s between two looks at whether all have left.
-_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Where and how to listen.
+class ServerOptions(AppOptions):
+    """Where and how a model is served.
 
     Args:
-        host: address to listen on; anything but this machine itself needs a key.
-        port: 0 for any free one.
         name: what the model is called in requests; None for that of its run, or its directory.
-        key: what callers must send; None lets all users of this machine in.
-        hosts: further names that ``Host`` may have.
-        origins: web pages that may call.
-        limits: limits of the options of a request.
-        grace_s: s that open answers get to end when the server is stopped; others get 503.
         traces: where to send traces, as http://localhost:4318; nowhere if not given.
         client: how patient to be with the engine.
         factory: what builds the engine.
@@ -67,14 +53,7 @@ class ServerOptions:
             adapters that the job names.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
     name: str | None = None
-    key: str | None = field(default=None, repr=False)
-    hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    limits: HttpLimits = field(default_factory=HttpLimits)
-    grace_s: float = 5.0
     traces: str | None = None
     client: ClientOptions = field(default_factory=ClientOptions)
     factory: str = DEFAULT_FACTORY
@@ -82,7 +61,7 @@ class ServerOptions:
     adapter_root: str | None = None
 
     def __post_init__(self) -> None:
-        require(0 <= self.port <= 65535, "port", self.port, expected="0 to 65535", error=ServeError)
+        super().__post_init__()
         require(
             not self.adapter_routes or self.key is not None,
             "adapter_routes",
@@ -98,16 +77,6 @@ class ServerOptions:
             expected="a directory, and adapter_routes",
             error=ServeError,
         )
-
-
-class Backend(Protocol):
-    """What computes behind a server: an engine, or replicas with one each."""
-
-    def end_all(self, reason: str) -> None:
-        """End every open answer with an error."""
-
-    async def stop(self) -> None:
-        """End its processes."""
 
 
 @dataclass(frozen=True)
@@ -182,38 +151,13 @@ def running(job: ServeJob, options: ServerOptions | None = None) -> Iterator[Run
         ShoalError: it does not start.
     """
     options = options or ServerOptions(port=0)
-    started: list[RunningServer] = []
-    failed: list[BaseException] = []
-    known = threading.Event()
-    halt: list[Callable[[], None]] = []
 
-    def ready(server: RunningServer) -> None:
-        started.append(server)
-        known.set()
+    def work(ready: Callable[[RunningServer], None], halt: list[Callable[[], None]]) -> None:
+        with _prepared(job, options) as (listener, launched):
+            asyncio.run(_serve(job, options, listener, launched, ready, halt))
 
-    def work() -> None:
-        try:
-            with _prepared(job, options) as (listener, launched):
-                asyncio.run(_serve(job, options, listener, launched, ready, halt))
-        except BaseException as cause:  # handed to the thread that waits
-            failed.append(cause)
-        finally:
-            known.set()
-
-    thread = threading.Thread(target=work, name="shoal-serve", daemon=True)
-    thread.start()
-    try:
-        known.wait()
-        if not started:
-            thread.join()
-            raise failed[0]
-        yield started[0]
-    finally:
-        for stop in halt:
-            stop()
-        thread.join()
-    if failed:
-        raise failed[0]
+    with in_thread(work) as server:
+        yield server
 
 
 @contextlib.contextmanager
@@ -221,16 +165,7 @@ def _prepared(
     job: ServeJob, options: ServerOptions, begun: EngineProcess | None = None
 ) -> Iterator[tuple[socket.socket, EngineProcess | None]]:
     """What a user may have got wrong is known before anything is loaded."""
-    from shoal.serve.http.guard import is_loopback
-
-    require(
-        options.key is not None or is_loopback(options.host),
-        "host",
-        options.host,
-        expected="127.0.0.1, or an API key",
-        hint="with --host other machines can call; set SHOAL_API_KEY or give --api-key-file",
-        error=ServeError,
-    )
+    check_host(options)
     routed = job.replicas > 1 or "remote" in traits("pool", job.launcher)
     require(
         not (routed and options.adapter_routes),
@@ -246,41 +181,13 @@ def _prepared(
             f"model = {job.model!r}: no such directory: expected a Hugging Face model directory, "
             "such as the export of a run"
         )
-    listener = _listen(options.host, options.port)
-    try:
+    with listening(options) as listener:
         launched = None if routed else launch(job, options.factory, begun)
         try:
             yield listener, launched
         finally:
             if launched is not None:
                 launched.discard()
-    finally:
-        listener.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named, or asyncio would leave Nagle's algorithm on: 40 ms an answer.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as cause:
-        listener.close()
-        raise _not_listening(host, port, cause) from cause
-    return listener
-
-
-def _not_listening(host: str, port: int, cause: OSError) -> ServeError:
-    if cause.errno == errno.EADDRINUSE:
-        return ServeError(
-            f"port = {port}: in use by another process; choose another with --port, or 0 for "
-            "any free one"
-        )
-    return ServeError(
-        f"host = {host!r}, port = {port}: cannot listen there ({cause.strerror or cause}); "
-        "choose another address"
-    )
 
 
 async def _serve(
@@ -292,55 +199,29 @@ async def _serve(
     halt: list[Callable[[], None]] | None = None,
 ) -> int | None:
     """Serve until stopped; the number of the signal that did, if it was one."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    caught: list[int] = []
-    signals = _on_signals(loop, stop, caught)
-    if halt is not None:
-        halt.append(functools.partial(_call_soon, loop, stop.set))
-    door = DrainState()
+    drain = DrainState()
     backend: Backend
     if launched is None:
         from shoal.serve.cluster.replicas import Replicas
 
         backend = Replicas(job, options)
-        starting = asyncio.create_task(_start_replicas(job, options, backend, door))
+        starting = _start_replicas(job, options, backend, drain)
     else:
         backend = client = EngineClient(
             job, factory=options.factory, options=options.client, launched=launched
         )
-        starting = asyncio.create_task(_start_engine(job, options, client, door))
-    stopping = asyncio.create_task(stop.wait())
-    app = None
-    try:
-        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            return next(iter(caught), None)
-        app = starting.result()
-        address = RunningServer(_address(options, listener), _name(job, options), backend)
-        # The router asks a replica for each request, which takes another connection.
-        descriptors = 2 if launched is None else 1
-        server = _uvicorn(app, options, descriptors)
-        run = _Run(server, listener, door, options.grace_s)
-        await run.until(stop, stopping, lambda: ready(address), backend)
-    finally:
-        starting.cancel()
-        stopping.cancel()
-        await asyncio.gather(starting, stopping, return_exceptions=True)
-        await backend.stop()
-        if app is not None:
-            await app.state.stop()
-        for number, handler in signals.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
-    return next(iter(caught), None)
-
-
-def _address(options: ServerOptions, listener: socket.socket) -> str:
-    if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    return f"http://{host}:{listener.getsockname()[1]}"
+        starting = _start_engine(job, options, client, drain)
+    # The router asks a replica for each request, which takes another connection.
+    return await until_stopped(
+        starting,
+        backend,
+        options,
+        listener,
+        drain,
+        lambda url: ready(RunningServer(url, _name(job, options), backend)),
+        halt,
+        descriptors=2 if launched is None else 1,
+    )
 
 
 def _name(job: ServeJob, options: ServerOptions) -> str:
@@ -362,7 +243,7 @@ async def _start_engine(
         directory = Path(job.model)
         text = await asyncio.to_thread(TextModel, directory)
         template = load_template(directory)
-        access = _access(options)
+        access = access_of(options)
         provider = None if options.traces is None else exporting(options.traces)
         model = await loading
         text.check(model.vocab_size)
@@ -390,7 +271,7 @@ async def _start_replicas(
 ) -> FastAPI:
     from shoal.serve.cluster.router import create_router
 
-    access = _access(options)
+    access = access_of(options)
     balancer = table("balancer").build(job.balancer, where="balancer").build()
     await replicas.start()
     return create_router(
@@ -401,109 +282,3 @@ async def _start_replicas(
         limits=options.limits,
         drain=drain,
     )
-
-
-def _uvicorn(app: FastAPI, options: ServerOptions, descriptors: int) -> uvicorn.Server:
-    import uvicorn
-
-    from shoal.serve.http.accept import BoundedServer
-
-    config = uvicorn.Config(
-        app,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        h11_max_incomplete_event_size=options.limits.header_bytes,
-        timeout_graceful_shutdown=_FAREWELL_S,
-    )
-    return BoundedServer(config, limits=options.limits, descriptors=descriptors)
-
-
-def _access(options: ServerOptions) -> AccessControl:
-    from shoal.serve.http.guard import AccessControl, is_loopback
-
-    # Clients from elsewhere need a key; the names they use cannot be known here.
-    local = is_loopback(options.host)
-    hosts = (options.host, *options.hosts) if local or options.hosts else ("*",)
-    return AccessControl(key=options.key, hosts=hosts, origins=options.origins)
-
-
-@dataclass
-class _Run:
-    """A server that listens, until it has drained.
-
-    Args:
-        server: of uvicorn.
-        listener: where it listens.
-        drain: closed when it is to end.
-        grace_s: s that requests inside get to end.
-    """
-
-    server: uvicorn.Server
-    listener: socket.socket
-    drain: DrainState
-    grace_s: float
-
-    async def until(
-        self,
-        stop: asyncio.Event,
-        stopping: asyncio.Task[Any],
-        ready: Callable[[], None],
-        backend: Backend,
-    ) -> None:
-        """Answer until stopped, and then until open requests have ended; not if stopped again."""
-        try:
-            self.listener.listen()
-        except OSError as cause:  # another server began to listen while this one loaded
-            host, port = self.listener.getsockname()[:2]
-            raise _not_listening(host, port, cause) from None
-        # Its own handling of signals would end the program in the middle of our cleaning up.
-        self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-        serving = asyncio.create_task(self.server.serve(sockets=[self.listener]))
-        try:
-            while not self.server.started and not serving.done():
-                await asyncio.sleep(0.005)
-            ready()
-            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-            await self._drain(stop)
-        finally:
-            self.server.should_exit = True
-            backend.end_all("the server is stopping")
-            await serving
-
-    async def _drain(self, stop: asyncio.Event) -> None:
-        """Refuse new requests, and wait for the open ones."""
-        self.drain.closed = True
-        stop.clear()
-        end = time.monotonic() + self.grace_s
-        while self.drain.inside and not stop.is_set() and time.monotonic() < end:
-            await asyncio.sleep(_LOOK_S)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """From another thread; a loop that has ended is ignored."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(call)
-
-
-def _on_signals(
-    loop: asyncio.AbstractEventLoop, stop: asyncio.Event, caught: list[int]
-) -> dict[signal.Signals, Any]:
-    """Let signals set ``stop``; returns what handled them before."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-
-    def handle(number: signal.Signals) -> None:
-        caught.append(number)
-        stop.set()
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    handled = {n: before[n] for n in numbers if before[n] is not signal.SIG_IGN}
-    for number in handled:
-        loop.add_signal_handler(number, handle, number)
-    return handled
