@@ -38,6 +38,8 @@ WORDS = {
     "run serve": "shoal-4m",
     "run drafter": "model",
     "run cluster": "data.npy --k 2",
+    "run rank_peers": "--dry-run",
+    "run search": "--dry-run",  # it would serve until it is stopped
     "train": "job.yaml",
     "train diagnose": "nowhere",
     "serve": "model",

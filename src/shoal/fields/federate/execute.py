@@ -492,6 +492,8 @@ def wall(run: FederationRun) -> RunOutcome:
             if newest[0][0] > tested:
                 run.test_model(*newest[0])
             hosts.farewell()
+            if job.keys:
+                server.farewell()
         finally:
             hosts.kill()
         used, refused = server.bytes, server.refused

@@ -47,7 +47,8 @@ _HELD_S = 20.0
 _READ_S = 300.0
 # Examples that a client may say it has: its weight in a mean.
 _SAMPLES = 1_000_000_000
-# Seconds that the server's thread may take to hear that clients have died.
+# Seconds that the server's thread may take to hear that clients have died, and that clients may
+# take to hear that the run is over.
 _GONE_S = 30.0
 
 
@@ -113,6 +114,12 @@ class FederationServer:
         """Clients are known to have died; called from another thread."""
         asyncio.run_coroutine_threadsafe(self._gone(names), self._loop).result(_GONE_S)
 
+    def farewell(self) -> None:
+        """Wait until every client knows that the run is over; called from another thread."""
+        give_up = time.monotonic() + _GONE_S
+        while self.sessions and time.monotonic() < give_up:
+            time.sleep(0.05)
+
     def app(self) -> Starlette:
         """The routes."""
         base = "/v1/clients/{name}"
@@ -174,7 +181,7 @@ class FederationServer:
             async with asyncio.timeout(_HELD_S), self._news:
                 await self._news.wait_for(news)
         if self._ended:
-            return Response(status_code=410)
+            return self._over(name)
         if self.sessions.get(name) != session:
             return self._stranger(name)
         job = self._ready.get(name)
@@ -271,7 +278,7 @@ class FederationServer:
             if not self._known.holds(name, request.headers.get("authorization", "")):
                 return self._refuse(401, "key", f"client {name!r}: unknown, or another's key")
             if self._ended:
-                return Response(status_code=410)
+                return self._over(name)
             session = self.sessions.get(name)
             if not joins and (session is None or request.headers.get(SESSION) != session):
                 return self._stranger(name)
@@ -286,6 +293,10 @@ class FederationServer:
             return response
 
         return answer
+
+    def _over(self, name: str) -> Response:
+        self.sessions.pop(name, None)
+        return Response(status_code=410)
 
     def _stranger(self, name: str) -> Response:
         text = f"client {name!r}: has not joined, or has joined again since; join first"
