@@ -94,12 +94,19 @@ class DeepWalk:
             )  # fmt: skip
             words = {str(node): int(count) for node, count in enumerate(counts) if count}
             model.build_vocab_from_freq(words)
-            model.train(
+            words_trained, _ = model.train(
                 corpus_file=os.fspath(path), total_words=int(counts.sum()), epochs=self.epochs
             )
+            stored = path.stat().st_size
         rows = np.array(model.wv.index_to_key, np.int64)
         vectors[rows] = model.wv.vectors
-        return NodeEmbedding(vectors=vectors, isolated=zero, details={"words": int(counts.sum())})
+        details = {
+            "words": int(counts.sum()),
+            # gensim draws the width of each window, half of it on average.
+            "pairs": int(words_trained) * (self.window + 1),
+            "stored_bytes": stored,
+        }
+        return NodeEmbedding(vectors=vectors, isolated=zero, details=details)
 
     def _write(self, graph: CSRGraph, path: Path, seed: int) -> np.ndarray:
         """Write the walks, a line each; how often each node was visited."""
