@@ -42,7 +42,7 @@ EXTRAS = {
     "cluster": ("ray",),
     "flower": ("flwr",),
     "gym": ("gymnasium",),
-    "graph": ("gensim", "torch_geometric"),
+    "graph": ("gensim", "pymetis", "torch_geometric"),
     "bench": (
         "accelerate",
         "datasketch",

@@ -147,6 +147,7 @@ KINDS: dict[str, str] = {
     "node_embedder": "shoal.fields.graph:NODE_EMBEDDERS",
     "community_expander": "shoal.fields.graph.communities:COMMUNITY_EXPANDERS",
     "aggregator": "shoal.fields.graph:AGGREGATORS",
+    "graph_split": "shoal.fields.graph.deep:GRAPH_SPLITS",
     "attention_kernel": "shoal.claims.lab.attention_kernels:ATTENTION_KERNELS",
     "claim": "shoal.claims:CLAIMS",
 }

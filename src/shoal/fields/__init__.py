@@ -29,6 +29,7 @@ JOBS = PartTable(
         "search_functions": "shoal.fields.retrieve.serverless.kind:SearchFunctionsKind",
         "embed_nodes": "shoal.fields.graph.embedding.kind:EmbedNodesKind",
         "communities": "shoal.fields.graph.communities.kind:CommunitiesKind",
+        "train_deep_gnn": "shoal.fields.graph.deep.kind:TrainDeepGnnKind",
         "train_gnn": "shoal.fields.graph.gnn.kind:TrainGnnKind",
     },
     about=(

@@ -1,0 +1,75 @@
+"""The values of a job ``train_deep_gnn``: what to do, the plan, the report."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from shoal.core.config import Kind
+from shoal.core.parts import Choice
+from shoal.fields.graph.deep.protocols import RankGrid
+from shoal.ir import Job, Plan, Report
+
+
+class TrainDeepGnnJob(Job):
+    """Train a deep graph network (GCNII) on several ranks.
+
+    Args:
+        job: the kind of job.
+        name: name of the run and of its directory.
+        data: a graph with one label for each node, as of ``train_gnn``: ``packages``, a .npz of
+            Planetoid, a file.
+        labels: a file with an id and a label a line; empty for those that the graph brings.
+        split: how ranks share the network; None lets the planner choose.
+        ranks: processes, each with one thread.
+        hidden: numbers of a hidden vector.
+        layers: convolutions.
+        learning_rate: of Adam.
+        weight_decay: of Adam.
+        epochs: steps, each over the whole graph.
+        exact_epochs: at the beginning, of a pipeline: each layer waits for the whole graph, and
+            leaves the vectors and gradients that the next epoch begins with.
+        feature_dim: numbers of the vectors that FastRP makes of a graph without features.
+        train_share: of the nodes with labels, where the data divide none.
+        val_share: of the nodes with labels, by which the best epoch is chosen.
+        runs: trainings, each with a seed of its own.
+        seed: of the first training.
+    """
+
+    job: Literal["train_deep_gnn"] = "train_deep_gnn"
+    name: str = Field(default="deep_gnn", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    data: str
+    labels: str = ""
+    split: Annotated[Choice, Kind("graph_split")] | None = None
+    ranks: Annotated[int, Ge(1), Le(256)] = 4
+    hidden: Annotated[int, Ge(1), Le(4096)] = 64
+    layers: Annotated[int, Ge(1), Le(1024)] = 32
+    learning_rate: PositiveFloat = 0.01
+    weight_decay: NonNegativeFloat = 5e-4
+    epochs: PositiveInt = 100
+    exact_epochs: PositiveInt = 1
+    feature_dim: Annotated[int, Ge(1), Le(4096)] = 128
+    train_share: Annotated[float, Gt(0), Lt(1)] = 0.1
+    val_share: Annotated[float, Gt(0), Lt(1)] = 0.1
+    runs: PositiveInt = 1
+    seed: NonNegativeInt = 0
+
+
+class TrainDeepGnnPlan(Plan[TrainDeepGnnJob]):
+    """A plan of training: its job has a split.
+
+    Args:
+        grid: of the ranks.
+        num_nodes: of the graph.
+        replicas: rows that parts hold of each other's nodes, summed over the parts.
+    """
+
+    grid: RankGrid
+    num_nodes: int
+    replicas: int
+
+
+class TrainDeepGnnReport(Report[TrainDeepGnnPlan]):
+    """A report of training; its details have the accuracies of each seed and the losses."""
