@@ -308,6 +308,7 @@ def test_catalogue_has_every_system_once() -> None:
         32: "grank",
         35: "fsmoe",
         36: "datastates",
+        37: "gnnpipe",
         39: "infinite_llm",
         40: "distserve",
         41: "gemm_forest",

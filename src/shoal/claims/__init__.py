@@ -84,6 +84,7 @@ CLAIMS = PartTable(
         "hstu": "shoal.claims.experiments.hstu:HSTUClaim",
         "squash": "shoal.claims.experiments.squash:SquashClaim",
         "fastrp": "shoal.claims.experiments.fastrp:FastRPClaim",
+        "gnnpipe": "shoal.claims.experiments.gnnpipe:GNNPipeClaim",
         "graphvite": "shoal.claims.experiments.graphvite:GraphViteClaim",
         "communities": "shoal.claims.experiments.communities:CommunitiesClaim",
         "lcm": "shoal.claims.experiments.lcm:LCMClaim",

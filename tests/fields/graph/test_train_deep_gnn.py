@@ -10,16 +10,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("pymetis")
 
-import shoal
-from shoal.claims.lab.thread_ranks import run_ranks
-from shoal.core.errors import ConfigError
-from shoal.core.parts import table
-from shoal.fields.graph import CSRGraph
-from shoal.fields.graph.deep.job import TrainDeepGnnJob
-from shoal.fields.graph.deep.network import ALPHA, GCNII, beta
-from shoal.fields.graph.deep.partition import LocalRows, NodeDivision, divided_nodes, normalised
-from shoal.fields.graph.deep.protocols import DeepGnnError, RankGrid
-from shoal.fields.graph.deep.ranks import DeepGnnRank
+import shoal  # noqa: E402
+from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
+from shoal.core.errors import ConfigError  # noqa: E402
+from shoal.core.parts import table  # noqa: E402
+from shoal.fields.graph import CSRGraph  # noqa: E402
+from shoal.fields.graph.deep.job import TrainDeepGnnJob  # noqa: E402
+from shoal.fields.graph.deep.network import ALPHA, GCNII, beta  # noqa: E402
+from shoal.fields.graph.deep.partition import LocalRows, NodeDivision, divided_nodes, normalised  # noqa: E402
+from shoal.fields.graph.deep.protocols import DeepGnnError, RankGrid  # noqa: E402
+from shoal.fields.graph.deep.ranks import DeepGnnRank  # noqa: E402
 
 LAYERS, WIDTH, FEATURES, CLASSES = 6, 5, 7, 3
 
@@ -71,7 +71,8 @@ class Setting:
             return said, losses
 
         ranks = run_ranks(grid.world, work)
-        return [one for one, _ in ranks], [sum(each) for each in zip(*(b for _, b in ranks))]
+        losses = zip(*(loss for _, loss in ranks), strict=True)
+        return [one for one, _ in ranks], [sum(each) for each in losses]
 
     def reference(self) -> tuple[dict, float]:
         """Gradients and loss by autograd, with a dense matrix."""

@@ -81,10 +81,10 @@ class StaleLayer:
 
     def __init__(self, number: int, weight: nn.Parameter, own: int, total: int) -> None:
         self.weight, self._b = weight, beta(number)
-        wide = {"dtype": weight.dtype}
-        self.h, self.g = (torch.zeros(total, weight.shape[0], **wide) for _ in range(2))
-        self._s = torch.zeros(own, weight.shape[0], **wide)
-        self._on = torch.zeros(own, weight.shape[0], dtype=torch.bool)
+        width, dtype = weight.shape[0], weight.dtype
+        self.h, self.g = (torch.zeros(total, width, dtype=dtype) for _ in range(2))
+        self._s = torch.zeros(own, width, dtype=dtype)
+        self._on = torch.zeros(own, width, dtype=torch.bool)
 
     def forward(self, rows: slice, matrix: csr_matrix, h0: Tensor) -> Tensor:
         """Vectors that go out, [n, d]; those that come in lie in ``h``.

@@ -105,7 +105,7 @@ def induced(graph: CSRGraph, nodes: np.ndarray) -> CSRGraph:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """The rows of a chunk that a rank has, and what it exchanges with its peers for them.
 
     Args:
@@ -143,7 +143,7 @@ class LocalRows:
 
     own: np.ndarray
     total: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[RowChunk, ...]
 
     @classmethod
     def of(cls, matrix: csr_matrix, division: NodeDivision, part: int, grid: RankGrid) -> LocalRows:
@@ -175,7 +175,7 @@ class LocalRows:
             rows = slice(int(edges[at]), int(edges[at + 1]))
             first = at * grid.parts
             chunks.append(
-                Chunk(
+                RowChunk(
                     rows=rows,
                     matrix=local[rows],
                     give=tuple(place[need[division.chunk[need] == at]] for need in needs),
@@ -187,12 +187,12 @@ class LocalRows:
             )
         return cls(own=own, total=total, chunks=tuple(chunks))
 
-    def whole(self) -> Chunk:
+    def whole(self) -> RowChunk:
         """All own rows as one chunk, which exchanges nothing by itself."""
         from scipy.sparse import vstack
 
         matrix: Any = vstack([one.matrix for one in self.chunks], format="csr")
-        return Chunk(rows=slice(0, len(self.own)), matrix=matrix, give=(), take=())
+        return RowChunk(rows=slice(0, len(self.own)), matrix=matrix, give=(), take=())
 
 
 def _ordered(nodes: np.ndarray, chunk: np.ndarray) -> np.ndarray:
@@ -204,4 +204,4 @@ def _needed(matrix: csr_matrix, division: NodeDivision, peer: int, part: int) ->
     if peer == part:
         return np.zeros(0, np.int64)
     touched = np.unique(matrix[np.flatnonzero(division.part == peer)].indices)
-    return touched[division.part[touched] == part].astype(np.int64)
+    return np.asarray(touched[division.part[touched] == part], np.int64)

@@ -24,7 +24,7 @@ from shoal.core.parts import table
 from shoal.core.random import generator, seed64
 from shoal.fields.graph.deep.job import TrainDeepGnnJob
 from shoal.fields.graph.deep.network import GCNII, StaleLayer, spread
-from shoal.fields.graph.deep.partition import Chunk, LocalRows, NodeDivision
+from shoal.fields.graph.deep.partition import RowChunk, LocalRows, NodeDivision
 from shoal.fields.graph.deep.protocols import DeepGnnError, RankGrid
 from shoal.ir.comm import Comm, Pending
 
@@ -63,7 +63,7 @@ class DeepGnnRank:
     ) -> None:
         self._comm, self._grid, self._network, self._rows = comm, grid, network, rows
         self._x, self._classes, self._learn, self._learned = x, classes, learn, learned
-        self._stage, part = divmod(comm.rank, grid.parts)
+        self._stage = comm.rank // grid.parts
         groups = np.arange(grid.world).reshape(grid.stages, grid.parts)
         self._peers = comm.split([list(map(int, one)) for one in groups])
         self._before, self._after = comm.rank - grid.parts, comm.rank + grid.parts
@@ -75,14 +75,14 @@ class DeepGnnRank:
         self.parameters = [*self._shared, *self._own]
         for one in self.parameters:
             one.grad = torch.zeros_like(one)
-        own, wide = len(rows.own), {"dtype": x.dtype}
+        own, dtype = len(rows.own), x.dtype
         self.layers = [
             StaleLayer(int(number) + 1, weight, own, rows.total)
             for number, weight in zip(numbers, self._own, strict=True)
         ]
         hidden = network.enter.out_features
-        self._h0, self._g0, self._out = (torch.zeros(own, hidden, **wide) for _ in range(3))
-        self.scores = torch.zeros(own, network.leave.out_features, **wide)
+        self._h0, self._g0, self._out = (torch.zeros(own, hidden, dtype=dtype) for _ in range(3))
+        self.scores = torch.zeros(own, network.leave.out_features, dtype=dtype)
         self._whole = rows.whole()
         # What is on its way; a tensor must not go before it has been sent.
         self._sending: list[tuple[Pending, Tensor]] = []
@@ -124,7 +124,7 @@ class DeepGnnRank:
     def _send(self, x: Tensor, target: int, tag: str) -> None:
         self._sending.append((self._comm.send(x, target, tag=tag), x))
 
-    def _forward(self, chunk: Chunk) -> None:
+    def _forward(self, chunk: RowChunk) -> None:
         rows = chunk.rows
         # Every stage works out the first vectors for itself, so that they need not travel.
         h0 = self._h0[rows] = torch.relu(self._network.enter(self._x[rows]))
@@ -143,7 +143,7 @@ class DeepGnnRank:
         else:
             self._send(h, self._after, "chunk")
 
-    def _backward(self, chunk: Chunk) -> Tensor:
+    def _backward(self, chunk: RowChunk) -> Tensor:
         rows, loss = chunk.rows, torch.zeros((), dtype=self._x.dtype)
         if self._last:
             loss, grad = self._of_scores(rows)
@@ -175,7 +175,7 @@ class DeepGnnRank:
         _add_gradients(leave, change, self._out[rows])
         return loss.detach() / self._learned, change @ leave.weight
 
-    def _exchange(self, chunk: Chunk, x: Tensor) -> None:
+    def _exchange(self, chunk: RowChunk, x: Tensor) -> None:
         """Give the rows of a chunk to the peers that need them, and take theirs."""
         if self._grid.parts == 1:
             return
@@ -188,7 +188,8 @@ class DeepGnnRank:
         """Rows that the last stage assigns rightly among some; 0 elsewhere."""
         if not self._last:
             return torch.zeros((), dtype=torch.int64)
-        return (self.scores.argmax(1) == self._classes)[which].sum()
+        right: Tensor = (self.scores.argmax(1) == self._classes)[which]
+        return right.sum()
 
 
 def train_rank(
