@@ -34,8 +34,8 @@ class GNNPipeClaim(BaseClaim, row=37, needs=("torch", "pymetis")):
         seeds: of parameters and orders of chunks.
         epochs: of each training.
         hidden: numbers of a vector.
-        learning_rate: of Adam; of 0.005, 0.01 and 0.02 the one with which parts of nodes validate best,
-            with another seed.
+        learning_rate: of Adam; of 0.005, 0.01 and 0.02 the one with which parts of nodes validate
+            best, with another seed.
         rounds: of the timing of passes.
     """
 

@@ -19,7 +19,7 @@ from shoal.core.parts import table
 from shoal.cost.pipeline.simulator import UniformLinks, simulate
 from shoal.fields.graph.deep.costs import DeepWork
 from shoal.fields.graph.deep.network import StaleLayer, spread
-from shoal.fields.graph.deep.partition import RowChunk, LocalRows, NodeDivision, normalised
+from shoal.fields.graph.deep.partition import LocalRows, NodeDivision, RowChunk, normalised
 from shoal.fields.graph.deep.protocols import RankGrid
 from shoal.fields.graph.graph import CSRGraph
 from shoal.ir.schedule import OpCosts

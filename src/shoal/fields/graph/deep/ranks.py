@@ -24,7 +24,7 @@ from shoal.core.parts import table
 from shoal.core.random import generator, seed64
 from shoal.fields.graph.deep.job import TrainDeepGnnJob
 from shoal.fields.graph.deep.network import GCNII, StaleLayer, spread
-from shoal.fields.graph.deep.partition import RowChunk, LocalRows, NodeDivision
+from shoal.fields.graph.deep.partition import LocalRows, NodeDivision, RowChunk
 from shoal.fields.graph.deep.protocols import DeepGnnError, RankGrid
 from shoal.ir.comm import Comm, Pending
 
