@@ -116,9 +116,9 @@ class DeepGnnRank:
             pending.wait()
         self._sending.clear()
         for one in self._shared:
-            self._comm.all_reduce(_grad(one), tag="weights").wait()
+            self._comm.all_reduce(_grad(one), tag="gradients").wait()
         for one in self._own if self._grid.parts > 1 else ():
-            self._peers.all_reduce(_grad(one), tag="weights").wait()
+            self._peers.all_reduce(_grad(one), tag="gradients").wait()
         return loss
 
     def _send(self, x: Tensor, target: int, tag: str) -> None:
@@ -132,7 +132,7 @@ class DeepGnnRank:
         h = h0
         if not self._first:
             h = torch.empty_like(h0)
-            self._comm.receive(h, self._before, tag="chunk").wait()
+            self._comm.receive(h, self._before, tag="activations").wait()
         for layer in self.layers:
             layer.h[rows] = h
             self._exchange(chunk, layer.h)
@@ -141,7 +141,7 @@ class DeepGnnRank:
             self._out[rows] = h
             self.scores[rows] = self._network.leave(h)
         else:
-            self._send(h, self._after, "chunk")
+            self._send(h, self._after, "activations")
 
     def _backward(self, chunk: RowChunk) -> Tensor:
         rows, loss = chunk.rows, torch.zeros((), dtype=self._x.dtype)
@@ -149,7 +149,7 @@ class DeepGnnRank:
             loss, grad = self._of_scores(rows)
         else:
             grad = torch.empty_like(self._h0[rows])
-            self._comm.receive(grad, self._after, tag="gradient").wait()
+            self._comm.receive(grad, self._after, tag="gradients").wait()
         for layer in reversed(self.layers):
             self._g0[rows] += layer.backward(rows, grad)
             self._exchange(chunk, layer.g)
@@ -157,7 +157,7 @@ class DeepGnnRank:
         if self._first:
             self._g0[rows] += grad
         else:
-            self._send(grad, self._before, "gradient")
+            self._send(grad, self._before, "gradients")
         change = self._g0[rows] * (self._h0[rows] > 0)
         _add_gradients(self._network.enter, change, self._x[rows])
         return loss
@@ -240,7 +240,7 @@ def train_rank(
         begin = time.perf_counter()
         loss = rank.epoch(epoch, seed, exact=exact)
         said = torch.tensor([float(loss), float(rank.right(val))], dtype=torch.float64)
-        comm.all_reduce(said, tag="progress").wait()
+        comm.all_reduce(said, tag="loss").wait()
         if not np.isfinite(said[0].item()):
             raise DeepGnnError(
                 f"learning_rate = {job.learning_rate}: the loss of epoch {epoch} is "
