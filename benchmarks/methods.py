@@ -69,7 +69,7 @@ CASES: dict[str, dict[str, tuple[tuple[str, ...], Cases]]] = {
         ),
         "recommend": (
             ("train_s", "request_s", "memory_bytes", "hr10"),
-            [("streams:5000", {})],
+            [("streams:20000", {})],
         ),
     },
     "graph": {
@@ -83,7 +83,7 @@ CASES: dict[str, dict[str, tuple[tuple[str, ...], Cases]]] = {
         ),
         "train_gnn": (
             ("train_s", "memory_bytes", "test_accuracy"),
-            [("planetoid/cora.npz", {"runs": 3})],
+            [("planetoid/cora.npz", {})],
         ),
         "train_deep_gnn": (
             ("epoch_s", "sent_bytes", "memory_bytes", "test_accuracy"),
