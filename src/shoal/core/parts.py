@@ -147,6 +147,7 @@ KINDS: dict[str, str] = {
     "node_embedder": "shoal.fields.graph:NODE_EMBEDDERS",
     "community_expander": "shoal.fields.graph.communities:COMMUNITY_EXPANDERS",
     "aggregator": "shoal.fields.graph:AGGREGATORS",
+    "feature_source": "shoal.fields.graph:FEATURE_SOURCES",
     "attention_kernel": "shoal.claims.lab.attention_kernels:ATTENTION_KERNELS",
     "claim": "shoal.claims:CLAIMS",
 }
