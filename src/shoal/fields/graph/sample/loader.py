@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import require
-from shoal.core.random import Permutation
 from shoal.fields.graph.gather.table import BUFFERS, FeatureTable, Pending
 from shoal.fields.graph.graph import CSRGraph, GraphError
-from shoal.fields.graph.sample.neighbours import NeighbourSampler, SampledNodes
+from shoal.fields.graph.sample.neighbours import NeighbourSampler, SampledNodes, epoch_samples
 
 
 @dataclass(frozen=True)
@@ -156,20 +155,3 @@ class NeighborLoader:
         )
         nodes = torch.from_numpy(sampled.nodes)
         return NeighborBatch(nodes[: sampled.num_seeds], nodes, pending.wait(), blocks)
-
-
-def epoch_samples(
-    sampler: NeighbourSampler, nodes: np.ndarray, batch_size: int, number: int
-) -> Iterator[SampledNodes]:
-    """The batches of an epoch, drawn.
-
-    Args:
-        sampler: draws their neighbours.
-        nodes: int64, each once in an epoch.
-        batch_size: nodes of a batch.
-        number: of the epoch.
-    """
-    order = Permutation(len(nodes), sampler.seed, number)(np.arange(len(nodes)))
-    for batch, begin in enumerate(range(0, len(nodes), batch_size)):
-        seeds = nodes[order[begin : begin + batch_size]]
-        yield sampler.sample(seeds, epoch=number, batch=batch)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_int, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.native import build
-from shoal.core.random import seed64
+from shoal.core.random import Permutation, seed64
 from shoal.fields.graph.graph import CSRGraph, GraphError
 
 ALL = -1
@@ -157,3 +157,19 @@ def most_nodes(graph: CSRGraph, fanouts: Sequence[int], batch_size: int) -> int:
     for one in fanouts:
         most = graph.num_nodes if one == ALL else min(most * (1 + one), graph.num_nodes)
     return min(most, graph.num_nodes)
+
+def epoch_samples(
+    sampler: NeighbourSampler, nodes: np.ndarray, batch_size: int, number: int
+) -> Iterator[SampledNodes]:
+    """The batches of an epoch, drawn.
+
+    Args:
+        sampler: draws their neighbours.
+        nodes: int64, each once in an epoch.
+        batch_size: nodes of a batch.
+        number: of the epoch.
+    """
+    order = Permutation(len(nodes), sampler.seed, number)(np.arange(len(nodes)))
+    for batch, begin in enumerate(range(0, len(nodes), batch_size)):
+        seeds = nodes[order[begin : begin + batch_size]]
+        yield sampler.sample(seeds, epoch=number, batch=batch)
