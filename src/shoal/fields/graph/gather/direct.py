@@ -40,9 +40,7 @@ class DirectFeatures:
         """None."""
         return 0
 
-    def heat(
-        self, degrees: np.ndarray, accesses: Callable[[], np.ndarray]
-    ) -> np.ndarray | None:
+    def heat(self, degrees: np.ndarray, accesses: Callable[[], np.ndarray]) -> np.ndarray | None:
         """It does not matter."""
         return None
 

@@ -177,15 +177,3 @@ class FeaturePlacement(Protocol):
 
     def place(self, table: FeatureTable) -> Fetch:
         """Prepare a table; what moves rows of it from then on."""
-
-
-class FeatureSource(Protocol):
-    """Rows of a table, wherever it lies."""
-
-    dim: int
-
-    def gather(self, rows: Tensor, *, out: Tensor | None = None) -> object:
-        """Begin to gather rows; returns a :class:`Pending`."""
-
-    def counters(self) -> GatherCounters:
-        """What has been gathered so far."""

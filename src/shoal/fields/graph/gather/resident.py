@@ -47,9 +47,7 @@ class ResidentFeatures:
         """At least one."""
         return max(1, round(self.share * num_rows)) if num_rows else 0
 
-    def heat(
-        self, degrees: np.ndarray, accesses: Callable[[], np.ndarray]
-    ) -> np.ndarray | None:
+    def heat(self, degrees: np.ndarray, accesses: Callable[[], np.ndarray]) -> np.ndarray | None:
         """Degrees, or how often an epoch asks for a row."""
         return degrees if self.hot_by == "degree" else accesses()
 

@@ -37,9 +37,7 @@ class StagedFeatures:
         """None."""
         return 0
 
-    def heat(
-        self, degrees: np.ndarray, accesses: Callable[[], np.ndarray]
-    ) -> np.ndarray | None:
+    def heat(self, degrees: np.ndarray, accesses: Callable[[], np.ndarray]) -> np.ndarray | None:
         """It does not matter."""
         return None
 

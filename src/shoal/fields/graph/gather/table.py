@@ -93,6 +93,8 @@ class FeatureTable:
         self.values = _checked(values)
         self.num_rows, self.dim = self.values.shape
         self.device, self.heat, self.batch_rows = torch.device(device), heat, batch_rows
+        if self.device.type != "cpu" and not torch.cuda.is_available():
+            raise GatherError(f"device = {device}: there is no GPU here; expected cpu")
         if heat is not None and np.shape(heat) != (self.num_rows,):
             raise GatherError(f"heat: {list(np.shape(heat))}; expected [{self.num_rows}]")
         part = self._locked(_part(placement))
@@ -106,10 +108,10 @@ class FeatureTable:
         self.host = BudgetedTier("host", max(size, 256), pinned=self.device.type != "cpu")
         kept = row * part.device_rows(self.num_rows) + 256
         self.on_device = BudgetedTier("device", size + kept, self.device)
-        self.packing = Mover("pack features", link=link)
-        self.moving = Mover("gather features", link=link, device=str(self.device))
         self.buffers = self.reserved(self.on_device) if batch_rows else []
         self._fetch = part.place(self)
+        self.packing = Mover("pack features", link=link)
+        self.moving = Mover("gather features", link=link, device=str(self.device))
 
     @classmethod
     def open(
@@ -284,7 +286,9 @@ def _checked(values: Any) -> torch.Tensor:
 
     if isinstance(values, np.ndarray):
         if values.dtype != np.float32 or values.ndim != 2:
-            raise GatherError(f"table: {values.dtype} {list(values.shape)}; expected float32 [N, F]")
+            raise GatherError(
+                f"table: {values.dtype} {list(values.shape)}; expected float32 [N, F]"
+            )
         if not values.flags.c_contiguous:
             raise GatherError("table: rows that do not lie together; expected contiguous rows")
         with warnings.catch_warnings():

@@ -132,7 +132,8 @@ def plan_batches(
                 },
                 planner="batches rehearsed here" if here else "rates of this processor",
                 fits=not capacity or memory <= capacity,
-                why=f"{spelled}, {place}: {times.batches} batches of {work.rows:,.0f} rows; {times}",
+                why=f"{spelled}, {place}: {times.batches} batches of {work.rows:,.0f} rows, "
+                f"{times}",
                 num_nodes=data.graph.num_nodes,
                 nnz=data.graph.nnz,
                 depth=method.depth(max(largest for _, _, largest in layers)),

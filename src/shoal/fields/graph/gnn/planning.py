@@ -72,27 +72,34 @@ def step_cost(
 
     def work(segments: float, entries: float, largest: int) -> AggregateWork:
         return AggregateWork(
-            segments=round(segments), entries=round(entries), largest=largest, width=width,
+            segments=round(segments),
+            entries=round(entries),
+            largest=largest,
+            width=width,
             rates=rates,
-        )  # fmt: skip
+        )
 
     # Of the first layer the gradient of its input is not wanted.
     costs = [
         work(*layers[-1]).estimate(
             flops=2.0 * (nodes * features * 2 / 3 + out * data.num_classes) * width,
             numbers=nodes * (1.5 * features + 2 * width) + out * (width + 2 * data.num_classes),
-            gathered=0, calls=40,
+            gathered=0,
+            calls=40,
             kept=nodes * (2 * features + 2 * width) + out * (width + 3 * data.num_classes),
-        )  # fmt: skip
+        )
     ]
     for segments, entries, largest in layers:
         each = work(segments, entries, largest)
         costs.append(method.estimate(each, machine))
         costs.append(
             each.estimate(
-                flops=4.0 * segments * width**2, numbers=5.0 * segments * width,
-                gathered=entries * width, calls=12, kept=(entries + 5.0 * segments) * width,
-            )  # fmt: skip
+                flops=4.0 * segments * width**2,
+                numbers=5.0 * segments * width,
+                gathered=entries * width,
+                calls=12,
+                kept=(entries + 5.0 * segments) * width,
+            )
         )
     terms = {name: sum(cost.terms_s[name] for cost in costs) for name in costs[0].terms_s}
     return terms, sum(cost.memory_total for cost in costs)

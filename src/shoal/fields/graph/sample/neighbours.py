@@ -158,6 +158,7 @@ def most_nodes(graph: CSRGraph, fanouts: Sequence[int], batch_size: int) -> int:
         most = graph.num_nodes if one == ALL else min(most * (1 + one), graph.num_nodes)
     return min(most, graph.num_nodes)
 
+
 def epoch_samples(
     sampler: NeighbourSampler, nodes: np.ndarray, batch_size: int, number: int
 ) -> Iterator[SampledNodes]:
