@@ -22,7 +22,7 @@ BUFFERS = 2
 """Buffers on the device: one is trained on while the other is filled."""
 
 
-class Pending:
+class PendingRows:
     """Rows under way.
 
     Args:
@@ -44,9 +44,10 @@ class Pending:
         Raises:
             ShoalError: what went wrong.
         """
-        stalled = 0.0 if self._ticket.done() else self._ticket.wait()
-        self._ticket.wait()
-        self._table.stalled(stalled)
+        late = not self._ticket.done()
+        waited = self._ticket.wait()
+        if late:
+            self._table.add(stalls=1, stall_s=waited)
         return self._values
 
 
@@ -139,7 +140,7 @@ class FeatureTable:
         blocks = [tier.alloc(nbytes, "rows of a batch") for _ in range(BUFFERS)]
         return [tier.view(block, torch.float32, shape) for block in blocks]
 
-    def gather(self, rows: Any, *, out: Tensor | None = None) -> Pending:
+    def gather(self, rows: Any, *, out: Tensor | None = None) -> PendingRows:
         """Begin to gather rows, on a thread of the table.
 
         Args:
@@ -147,7 +148,7 @@ class FeatureTable:
             out: float32 [n, F] on the device, contiguous; None for a new one.
 
         Returns:
-            :class:`Pending`; its ``wait()`` gives [n, F], equal to ``table[rows]`` bit by bit.
+            :class:`PendingRows`; its ``wait()`` gives [n, F], equal to ``table[rows]`` bit by bit.
 
         Raises:
             GatherError: a row that does not exist, another buffer, or a table that is closed.
@@ -175,7 +176,7 @@ class FeatureTable:
                 f"[{len(at)}, {self.dim}] on {self.device}"
             )
         self.add(gathers=1, rows=len(at))
-        return Pending(out, self._fetch(at, out), self)
+        return PendingRows(out, self._fetch(at, out), self)
 
     def counters(self) -> GatherCounters:
         """What has been gathered so far; of gathers under way what has arrived."""
@@ -209,11 +210,6 @@ class FeatureTable:
         """Count what threads of the device have read from the host."""
         self.moved(host_read=moved.read, device_written=moved.written)
         self.add(requests=moved.requests, iterations=moved.iterations)
-
-    def stalled(self, seconds: float) -> None:
-        """Count a wait; one that was none is not counted."""
-        if seconds:
-            self.add(stalls=1, stall_s=seconds)
 
     def close(self) -> None:
         """Finish what is under way, then let go of the memory."""

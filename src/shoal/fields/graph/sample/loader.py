@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import require
-from shoal.fields.graph.gather.table import BUFFERS, FeatureTable, Pending
+from shoal.fields.graph.gather.table import BUFFERS, FeatureTable, PendingRows
 from shoal.fields.graph.graph import CSRGraph, GraphError
 from shoal.fields.graph.sample.neighbours import NeighbourSampler, SampledNodes, epoch_samples
 
@@ -142,12 +142,12 @@ class NeighborLoader:
             free.put(None)
             thread.join()
 
-    def _gather(self, sampled: SampledNodes, place: int) -> Pending:
+    def _gather(self, sampled: SampledNodes, place: int) -> PendingRows:
         buffers, rows = self.features.buffers, len(sampled.nodes)
         out = buffers[place][:rows] if buffers and rows <= len(buffers[place]) else None
         return self.features.gather(sampled.nodes, out=out)
 
-    def _batch(self, sampled: SampledNodes, pending: Pending) -> NeighborBatch:
+    def _batch(self, sampled: SampledNodes, pending: PendingRows) -> NeighborBatch:
         device = self.features.device
         blocks = tuple(
             (torch.from_numpy(one.ptr).to(device), torch.from_numpy(one.neighbours).to(device))
