@@ -86,6 +86,7 @@ CLAIMS = PartTable(
         "fastrp": "shoal.claims.experiments.fastrp:FastRPClaim",
         "communities": "shoal.claims.experiments.communities:CommunitiesClaim",
         "lcm": "shoal.claims.experiments.lcm:LCMClaim",
+        "gather": "shoal.claims.experiments.gather:GatherClaim",
         "fasterpam": "shoal.claims.experiments.fasterpam:FasterPAMClaim",
         "flag": "shoal.claims.experiments.flag:FlagClaim",
         "itemsets": "shoal.claims.experiments.itemsets:ItemsetsClaim",

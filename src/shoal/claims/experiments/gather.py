@@ -1,0 +1,112 @@
+"""[80] GPU-oriented gather: is it faster to read scattered rows than to pack and copy them?
+
+Source: Min et al., Large Graph Convolutional Network Training with GPU-Oriented Data Communication
+Architecture, 2021.
+
+Requests of 128-byte lines are counted in a compiled kernel with the access pattern of a warp for
+each row, with and without the circular shift. Then GraphSAGE is trained on sampled batches of the
+graph of packages, whose features (FastRP and hashed words, 602 wide) lie in a memory that is held
+to a rate: at it, the rows of a batch, moved once, take as long as training on the batch. Staged
+rows are read, written and read again there; direct ones are read once. The A/A run stages both.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.frame import ClaimRun
+from shoal.core.native import cpu_model
+from shoal.core.parts import part
+from shoal.fields.graph.gnn.inputs import ClassifiedGraph
+from shoal.fields.graph.gnn.job import TrainGnnJob
+
+
+@part
+class GatherClaim(BaseClaim, row=80, needs=("torch",)):
+    """Direct gathers beside staged ones.
+
+    Args:
+        rounds: of the timing.
+        epochs: of the trainings whose accuracy is compared.
+    """
+
+    rounds: int = 9
+    epochs: int = 5
+
+    def collect(self, run: ClaimRun) -> None:
+        """Requests, bytes and losses; the full run has packages, and times epochs."""
+        from shoal.claims.lab.gather_arms import graph_with_features, requests_of_rows
+
+        for width in (100, 129, 257, 602, 64):
+            shifted = requests_of_rows(width, aligned=run.pick(True, False))
+            run.put(f"requests_{width}", shifted, requests_of_rows(width, aligned=False))
+        job = TrainGnnJob(
+            data="planted:2000" if run.quick else "packages", fanouts=(10, 10), epochs=self.epochs,
+            seed=run.seed,
+        )  # fmt: skip
+        data = run.remember("graph", partial(graph_with_features, job))
+        self._learn(run, job, data)
+        if not run.quick:
+            self._time(run, job, data)
+
+    def _learn(self, run: ClaimRun, job: TrainGnnJob, data: ClassifiedGraph) -> None:
+        """Bytes of the host, accuracies and losses, by the training of the job itself."""
+        from shoal.claims.lab.gather_arms import learned
+        from shoal.kernel.threads import torch_threads
+
+        run.progress("training", 0.2)
+        with torch_threads(1):
+            staged, direct = (
+                run.remember(f"training {name}", partial(learned, job, data, name))
+                for name in ("staged", run.pick("direct", "staged"))
+            )
+        run.put("host_bytes", direct[1], staged[1])
+        run.put("test_accuracy", direct[0].test, staged[0].test)
+        losses = zip(direct[0].losses, staged[0].losses, strict=True)
+        run.put("other_losses", [float(one != other) for one, other in losses])
+        run.details["test_accuracy"] = direct[0].test
+
+    def _time(self, run: ClaimRun, job: TrainGnnJob, data: ClassifiedGraph) -> None:
+        from shoal.claims.lab import gather_arms as arms
+        from shoal.fields.graph.gather.table import FeatureTable
+        from shoal.fields.graph.gnn.batches import plan_batches
+        from shoal.fields.graph.gnn.costs import rates_of
+        from shoal.kernel.threads import torch_threads
+        from shoal.machine import load
+
+        with torch_threads(1):
+            rate = run.remember("rate", lambda: arms.matched_rate(job, data))
+        shaped = job.model_copy(update={"host_bytes_per_s": rate, "aggregator": arms.MEAN})
+        machine = run.context.machine or load("laptop")
+        machine = machine.model_copy(update={"fingerprint": {"cpu": cpu_model()}})
+        plans = plan_batches(shaped, machine, data, rates_of(machine))
+        predicted = {
+            plan.job.placement.name: plan.predicted["epoch_s"].value
+            for plan in plans
+            if plan.job.placement is not None
+        }
+        made = {name: arms.epoch_arm(shaped, name, data) for name in ("direct", "staged")}
+        run.progress("timing epochs", 0.5)
+        epochs = {name: epoch for name, (epoch, _) in made.items()}
+        pairs = {"epoch": ("direct", "staged")}
+        seconds = run.versus(epochs, pairs, self.rounds, warmup=1, threads=1)
+        names = ("direct", "staged")
+        run.put("epoch_error", [predicted[n] for n in names], [median(seconds[n]) for n in names])
+        rows = arms.first_epoch(job, data)[0].nodes
+        out = made["staged"][1].buffers[0][: len(rows)]
+        with FeatureTable(data.features, "staged", batch_rows=len(rows)) as table:
+            gathers = {
+                "staged": lambda: table.gather(rows, out=out).wait(),
+                "peer": arms.geometric_gather(data, rows),
+            }
+            alone = run.race(gathers, 25, swaps={}, threads=1)
+        run.put_peer("epoch", alone["staged"], alone["peer"])
+        for _, source in made.values():
+            source.close()
+        run.details |= {"host_bytes_per_s": rate, "predicted_s": predicted, "best": plans[0].why}
+        run.details["seconds"] = {name: median(one) for name, one in seconds.items()}
+        run.details["gathered"] = {
+            name: one.counters().model_dump() for name, (_, one) in made.items()
+        }
