@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shoal.core.extras import import_extra
 from shoal.core.parts import Choice
@@ -15,7 +16,9 @@ from shoal.core.random import seed64
 from shoal.corpora.debian import debian_packages
 from shoal.fields.graph import embed
 from shoal.fields.graph.gather.native import gather_rows
-from shoal.fields.graph.gather.table import FeatureTable
+from shoal.fields.graph.gather.protocols import FeaturePlacement, Fetch
+from shoal.fields.graph.gather.staged import StagedFeatures
+from shoal.fields.graph.gather.table import FeatureTable, placed
 from shoal.fields.graph.gnn.batches import rehearsed
 from shoal.fields.graph.gnn.feeding import table_of
 from shoal.fields.graph.gnn.inputs import ClassifiedGraph, classified_graph
@@ -31,6 +34,7 @@ from shoal.fields.graph.graph import CSRGraph
 from shoal.fields.graph.sample.loader import NeighborLoader
 from shoal.fields.graph.sample.neighbours import NeighbourSampler, SampledNodes, epoch_samples
 from shoal.fields.retrieve.search.hashed import HashedWords
+from shoal.memory.tiers.mover import Ticket
 
 MEAN = Choice(name="mean")
 WIDTH = 602
@@ -95,11 +99,11 @@ def matched_rate(job: TrainGnnJob, data: ClassifiedGraph) -> float:
 
 
 def epoch_arm(
-    job: TrainGnnJob, placement: str, data: ClassifiedGraph
+    job: TrainGnnJob, placement: str | FeaturePlacement, data: ClassifiedGraph
 ) -> tuple[Callable[[], object], FeatureTable]:
     """What trains on the next epoch, with overlap, and the table that it gathers from."""
     assert data.features is not None
-    table = table_of(job, Choice(name=placement), data, data.features, job.seed)
+    table = table_of(job, placed(placement), data, data.features, job.seed)
     loader = NeighborLoader(
         data.graph, job.fanouts, table, nodes=data.train, batch_size=job.batch_size, seed=job.seed
     )
@@ -118,10 +122,22 @@ def epoch_arm(
     return epoch, table
 
 
-def geometric_gather(data: ClassifiedGraph, rows: np.ndarray) -> Callable[[], object]:
-    """Rows selected as the loader of torch-geometric does, and copied."""
-    utils: Any = import_extra("torch_geometric.loader.utils", extra="graph", purpose="the peer")
-    assert data.features is not None
-    values, at = torch.from_numpy(data.features), torch.from_numpy(rows)
-    out = torch.empty(len(rows), values.shape[1])
-    return lambda: out.copy_(utils.index_select(values, at))
+class GeometricStaged(StagedFeatures):
+    """Rows selected as the loader of torch-geometric does, then copied, on the same threads."""
+
+    def place(self, table: FeatureTable) -> Fetch:
+        """Memory is allocated anew each time, as there."""
+        utils: Any = import_extra("torch_geometric.loader.utils", extra="graph", purpose="the peer")
+
+        def fetch(rows: Tensor, out: Tensor) -> Ticket:
+            packed: list[Tensor] = []
+            packing = table.packing.submit(
+                lambda: packed.append(utils.index_select(table.values, rows)), 2 * out.nbytes
+            )
+
+            def copy() -> None:
+                out.copy_(packed.pop())
+
+            return table.moving.submit(copy, out.nbytes, after=packing)
+
+        return fetch

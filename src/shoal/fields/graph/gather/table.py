@@ -71,7 +71,7 @@ class FeatureTable:
         dim: F.
         num_rows: N.
         values: the table, float32 [N, F], as a tensor.
-        placed: the placement that is used: ``staged`` where pages cannot be locked.
+        placed: the placement that is used, a part: ``staged`` where pages cannot be locked.
         note: why it is another than wanted; empty if it is not.
         buffers: two of them on the device, float32 [batch_rows, F].
 
@@ -98,8 +98,7 @@ class FeatureTable:
             raise GatherError(f"device = {device}: there is no GPU here; expected cpu")
         if heat is not None and np.shape(heat) != (self.num_rows,):
             raise GatherError(f"heat: {list(np.shape(heat))}; expected [{self.num_rows}]")
-        part = self._locked(_part(placement))
-        self.placed = table("feature_source").spell(part)
+        self.placed = part = self._locked(placed(placement))
         self._lock, self._counts = threading.Lock(), GatherCounters().model_dump()
         self._closed = False
         link = None if host_bytes_per_s is None else EmulatedLink(host_bytes_per_s)
@@ -240,7 +239,7 @@ class FeatureTable:
             said = str(cause).splitlines()[0]
             self.note = f"pages of the table cannot be locked ({said}); rows are staged"
             logging.getLogger(__name__).warning(self.note)
-            return _part("staged")
+            return placed("staged")
         return part
 
 
@@ -263,7 +262,8 @@ def mapped_table(path: Path) -> np.ndarray:
     return values
 
 
-def _part(placement: str | Choice | FeaturePlacement) -> FeaturePlacement:
+def placed(placement: str | Choice | FeaturePlacement) -> FeaturePlacement:
+    """The part of a choice; a part as it is."""
     if isinstance(placement, FeaturePlacement):
         return placement
     part: FeaturePlacement = table("feature_source").build(placement, where="placement")

@@ -11,7 +11,7 @@ import numpy as np
 
 from shoal.core.extras import require_extra
 from shoal.core.files import open_atomic, write_atomic, write_json
-from shoal.core.parts import Choice
+from shoal.core.parts import Choice, table
 from shoal.fields.graph.gnn.inputs import classified_graph
 from shoal.fields.graph.gnn.job import TrainGnnJob
 from shoal.fields.running import RunOutcome, RunProgress
@@ -72,7 +72,7 @@ def execute(
             if source is not None:
                 source.close()
                 rows[-1]["gathered"] = source.counters().model_dump()
-                rows[-1]["placed"] = str(source.placed)
+                rows[-1]["placed"] = str(table("feature_source").spell(source.placed))
             if found.val > best:
                 tensors = found.network.state_dict()
                 write_atomic(progress.directory / FILES[0], save(tensors))

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import numpy as np
 
-from shoal.core.parts import Choice, table
+from shoal.core.parts import Choice
 from shoal.fields.graph.gather.protocols import FeaturePlacement
-from shoal.fields.graph.gather.table import FeatureTable
+from shoal.fields.graph.gather.table import FeatureTable, placed
 from shoal.fields.graph.gnn.inputs import ClassifiedGraph
 from shoal.fields.graph.gnn.job import TrainGnnJob
 from shoal.fields.graph.sample.neighbours import NeighbourSampler, epoch_samples, most_nodes
 
 
 def table_of(
-    job: TrainGnnJob, placement: Choice, data: ClassifiedGraph, features: np.ndarray, seed: int
+    job: TrainGnnJob,
+    placement: Choice | FeaturePlacement,
+    data: ClassifiedGraph,
+    features: np.ndarray,
+    seed: int,
 ) -> FeatureTable:
     """A table with room for the largest batch.
 
     Args:
         job: has fan-outs.
-        placement: a part of kind ``feature_source``.
+        placement: a part of kind ``feature_source``, or its choice.
         data: the graph.
         features: float32 [N, F].
         seed: of the training.
     """
-    part: FeaturePlacement = table("feature_source").build(placement, where="placement")
+    part = placed(placement)
 
     def accesses() -> np.ndarray:
         counts = np.zeros(data.graph.num_nodes, np.int64)
