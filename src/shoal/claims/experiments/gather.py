@@ -13,6 +13,7 @@ epochs that are held and with one that is not. The A/A run stages both.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from functools import partial
 from statistics import median
@@ -32,10 +33,12 @@ class GatherClaim(BaseClaim, row=80, needs=("torch",)):
     Args:
         rounds: of the timing.
         epochs: of the trainings whose accuracy is compared.
+        gpu_table_bytes: of the table that a GPU gathers from.
     """
 
     rounds: int = 5
     epochs: int = 5
+    gpu_table_bytes: float = 2e10
 
     def collect(self, run: ClaimRun) -> None:
         """Requests, bytes and losses; the full run has packages, and times epochs."""
@@ -52,6 +55,7 @@ class GatherClaim(BaseClaim, row=80, needs=("torch",)):
         self._learn(run, job, data)
         if not run.quick:
             self._time(run, job, data)
+            self._gpu(run)
 
     def _learn(self, run: ClaimRun, job: TrainGnnJob, data: ClassifiedGraph) -> None:
         """Bytes of the host, accuracies and losses, by the training of the job itself."""
@@ -108,3 +112,15 @@ class GatherClaim(BaseClaim, row=80, needs=("torch",)):
         run.details["gathered"] = {
             name: source.counters().model_dump() for name, (_, source) in made.items()
         }
+
+    def _gpu(self, run: ClaimRun) -> None:
+        import torch
+
+        from shoal.claims.lab.gather_arms import gpu_gathers
+
+        if not torch.cuda.is_available():
+            run.skip("no GPU", "gpu_gather")
+            return
+        with contextlib.ExitStack() as stack:
+            arms = gpu_gathers(stack, self.gpu_table_bytes, 100_000)
+            run.versus(arms, {"gpu_gather": ("gpu direct", "gpu staged")}, 21)

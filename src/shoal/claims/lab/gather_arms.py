@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,6 +122,29 @@ def epoch_arm(
             step(network, optimizer, scores, classes[batch.seeds])
 
     return epoch, table
+
+
+def gpu_gathers(
+    stack: contextlib.ExitStack, table_bytes: float, rows: int
+) -> dict[str, Callable[[], object]]:
+    """Gathers of random rows to a GPU from a page-locked table, staged and direct.
+
+    Args:
+        stack: closes the tables.
+        table_bytes: of the table.
+        rows: of a gather.
+    """
+    values = torch.empty(int(table_bytes / 4 / WIDTH), WIDTH, pin_memory=True).fill_(1.0)
+    at = torch.randint(len(values), (rows,))
+    arms: dict[str, Callable[[], object]] = {}
+    for name in ("direct", "staged"):
+        table = stack.enter_context(FeatureTable(values, name, batch_rows=rows, device="cuda"))
+        arms[f"gpu {name}"] = partial(_gathered, table, at)
+    return arms
+
+
+def _gathered(table: FeatureTable, rows: Tensor) -> Tensor:
+    return table.gather(rows, out=table.buffers[0]).wait()
 
 
 class GeometricStaged(StagedFeatures):
