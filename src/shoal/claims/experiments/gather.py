@@ -47,10 +47,8 @@ class GatherClaim(BaseClaim, row=80, needs=("torch",)):
         for width in (100, 129, 257, 602, 64):
             shifted = requests_of_rows(width, aligned=run.pick(True, False))
             run.put(f"requests_{width}", shifted, requests_of_rows(width, aligned=False))
-        job = TrainGnnJob(
-            data="planted:2000" if run.quick else "packages", fanouts=(10, 10), epochs=self.epochs,
-            seed=run.seed,
-        )  # fmt: skip
+        graph = "planted:2000" if run.quick else "packages"
+        job = TrainGnnJob(data=graph, fanouts=(10, 10), epochs=self.epochs, seed=run.seed)
         data = run.remember("graph", partial(graph_with_features, job))
         self._learn(run, job, data)
         if not run.quick:
@@ -109,17 +107,15 @@ class GatherClaim(BaseClaim, row=80, needs=("torch",)):
         for _, source in made.values():
             source.close()
         run.details |= {"host_bytes_per_s": rate, "predicted_s": predicted, "seconds": medians}
-        run.details["gathered"] = {
-            name: source.counters().model_dump() for name, (_, source) in made.items()
-        }
+        counts = {name: source.counters() for name, (_, source) in made.items()}
+        run.details["gathered"] = {name: one.model_dump() for name, one in counts.items()}
 
     def _gpu(self, run: ClaimRun) -> None:
         import torch
 
         from shoal.claims.lab.gather_arms import gpu_gathers
 
-        if not torch.cuda.is_available():
-            run.skip("no GPU", "gpu_gather")
+        if run.lacks(None if torch.cuda.is_available() else "no GPU", "gpu_gather"):
             return
         with contextlib.ExitStack() as stack:
             arms = gpu_gathers(stack, self.gpu_table_bytes, 100_000)
