@@ -93,12 +93,10 @@ class GatherClaim(BaseClaim, row=80, needs=("torch",)):
         predicted = {}
         for one, more in ((held, ""), (free, ", not held")):
             for plan in plan_batches(one, machine, data, rates_of(machine)):
-                name = f"{plan.job.placement}{more}"
-                predicted[name] = plan.predicted["epoch_s"].value
+                predicted[f"{plan.job.placement}{more}"] = plan.predicted["epoch_s"].value
         run.progress("timing epochs", 0.5)
-        epochs = {name: epoch for name, (epoch, _) in made.items()}
-        pairs = {"epoch": ("direct", "staged")}
-        seconds = run.versus(epochs, pairs, self.rounds, warmup=1, threads=1)
+        epochs, pairs = {name: one for name, (one, _) in made.items()}, ("direct", "staged")
+        seconds = run.versus(epochs, {"epoch": pairs}, self.rounds, warmup=1, threads=1)
         medians = {name: median(one) for name, one in seconds.items()}
         known = [name for name in medians if name in predicted]
         run.put("epoch_error", [abs(predicted[name] / medians[name] - 1) for name in known])
