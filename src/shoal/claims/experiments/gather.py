@@ -105,8 +105,7 @@ class GatherClaim(BaseClaim, row=80, needs=("torch",)):
         for _, source in made.values():
             source.close()
         run.details |= {"host_bytes_per_s": rate, "predicted_s": predicted, "seconds": medians}
-        counts = {name: source.counters() for name, (_, source) in made.items()}
-        run.details["gathered"] = {name: one.model_dump() for name, one in counts.items()}
+        run.details["counters"] = {name: str(one.counters()) for name, (_, one) in made.items()}
 
     def _gpu(self, run: ClaimRun) -> None:
         import torch
