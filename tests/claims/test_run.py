@@ -320,6 +320,7 @@ def test_catalogue_has_every_system_once() -> None:
         59: "fastrp",
         38: "communities",
         101: "lcm",
+        80: "gather",
         48: "dissect",
         51: "deep_optimizer_states",
         53: "single_path",

@@ -91,6 +91,9 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("vi_problem", "robust_regression"): {"step": 0.01},
     ("vi_problem", "adversarial_lm"): {"step": 0.01},
     ("partitioner", "natural"): {**_TEXTS, "learner": "tiny_lm"},
+    ("feature_source", "direct"): {"fanouts": [5, 5]},
+    ("feature_source", "staged"): {"fanouts": [5, 5]},
+    ("feature_source", "resident"): {"fanouts": [5, 5]},
 }
 
 

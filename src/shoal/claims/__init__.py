@@ -88,6 +88,7 @@ CLAIMS = PartTable(
         "graphvite": "shoal.claims.experiments.graphvite:GraphViteClaim",
         "communities": "shoal.claims.experiments.communities:CommunitiesClaim",
         "lcm": "shoal.claims.experiments.lcm:LCMClaim",
+        "gather": "shoal.claims.experiments.gather:GatherClaim",
         "fasterpam": "shoal.claims.experiments.fasterpam:FasterPAMClaim",
         "flag": "shoal.claims.experiments.flag:FlagClaim",
         "itemsets": "shoal.claims.experiments.itemsets:ItemsetsClaim",

@@ -148,6 +148,7 @@ KINDS: dict[str, str] = {
     "community_expander": "shoal.fields.graph.communities:COMMUNITY_EXPANDERS",
     "aggregator": "shoal.fields.graph:AGGREGATORS",
     "graph_split": "shoal.fields.graph.deep:GRAPH_SPLITS",
+    "feature_source": "shoal.fields.graph:FEATURE_SOURCES",
     "attention_kernel": "shoal.claims.lab.attention_kernels:ATTENTION_KERNELS",
     "claim": "shoal.claims:CLAIMS",
 }

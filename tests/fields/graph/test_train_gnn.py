@@ -105,7 +105,7 @@ def test_a_stopped_run_goes_on_with_the_next_seed(tmp_path, monkeypatch):
     seeds = []
     original = training.train_network
 
-    def stopping(job, choice, data, features, seed, watch):
+    def stopping(job, choice, data, features, seed, watch, *, table):
         seeds.append(seed)
         if seeds == [0, 1]:
             watch(1)

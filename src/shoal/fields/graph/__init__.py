@@ -13,16 +13,23 @@ from shoal.core.parts import PartTable, load_object
 if TYPE_CHECKING:
     from shoal.fields.graph.embedding.call import embed
     from shoal.fields.graph.embedding.fastrp.model import FastRPModel
+    from shoal.fields.graph.gather.table import FeatureTable
     from shoal.fields.graph.gnn.network import GraphSAGE, SAGEConv
     from shoal.fields.graph.graph import CSRGraph, NodeLabels
     from shoal.fields.graph.loading import graph_of, package_graph, read_graph, read_labels
+    from shoal.fields.graph.sample.loader import NeighborLoader
+    from shoal.fields.graph.sample.neighbours import NeighbourSampler
 
 __all__ = [
     "AGGREGATORS",
+    "FEATURE_SOURCES",
     "NODE_EMBEDDERS",
     "CSRGraph",
     "FastRPModel",
+    "FeatureTable",
     "GraphSAGE",
+    "NeighborLoader",
+    "NeighbourSampler",
     "NodeLabels",
     "SAGEConv",
     "embed",
@@ -62,7 +69,24 @@ AGGREGATORS = PartTable(
     protocol="shoal.fields.graph.gnn.protocols:NeighbourAggregator",
 )
 
+FEATURE_SOURCES = PartTable(
+    "feature_source",
+    {
+        "direct": "shoal.fields.graph.gather.direct:DirectFeatures",
+        "staged": "shoal.fields.graph.gather.staged:StagedFeatures",
+        "resident": "shoal.fields.graph.gather.resident:ResidentFeatures",
+    },
+    about=(
+        "How features of the nodes of a batch come from host memory to where it is trained on. "
+        "Chosen by the key `placement` of a job with `job: train_gnn` that has `fanouts`."
+    ),
+    protocol="shoal.fields.graph.gather.protocols:FeaturePlacement",
+)
+
 _PLACES = {
+    "FeatureTable": "gather.table",
+    "NeighborLoader": "sample.loader",
+    "NeighbourSampler": "sample.neighbours",
     "GraphSAGE": "gnn.network",
     "SAGEConv": "gnn.network",
     "FastRPModel": "embedding.fastrp.model",

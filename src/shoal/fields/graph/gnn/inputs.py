@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,16 @@ from shoal.core.files import expanded
 from shoal.core.random import generator
 from shoal.cost.workloads.trace import find_data
 from shoal.fields.graph.embedding.call import embed
+from shoal.fields.graph.gather.table import mapped_table
 from shoal.fields.graph.gnn.job import TrainGnnJob
 from shoal.fields.graph.gnn.protocols import GnnError
 from shoal.fields.graph.graph import CSRGraph
 from shoal.fields.graph.loading import read_graph, read_labels
+from shoal.fields.graph.sample.neighbours import check_fanouts
 
 _SOURCE = "kimiyoung/planetoid, converted"
+# Rows of features that are checked at a time.
+_CHECKED = 2**16
 _ARRAYS = ("x_data", "x_indices", "x_indptr", "x_shape", "labels", "edges", "train", "val", "test")
 
 
@@ -64,9 +68,50 @@ def classified_graph(job: TrainGnnJob) -> ClassifiedGraph:
 
     Raises:
         DataError: a file cannot be read.
-        GraphError: it is no graph.
-        GnnError: it has weights, or no single labels.
+        GraphError: it is no graph, or fan-outs that draw nothing.
+        GnnError: it has weights, or no single labels; or keys of the job that do not fit.
     """
+    check_batches(job)
+    data = _divided(job)
+    if not job.features:
+        return data
+    path = expanded(job.features)
+    values = mapped_table(path)
+    if len(values) != data.graph.num_nodes:
+        raise DataError(f"{path}: {len(values)} rows; the graph has {data.graph.num_nodes} nodes")
+    for begin in range(0, len(values), _CHECKED):
+        if not np.isfinite(values[begin : begin + _CHECKED]).all():
+            raise DataError(f"{path}: numbers that are not finite, from row {begin} on")
+    return replace(data, features=values)
+
+
+def check_batches(job: TrainGnnJob) -> None:
+    """Refuse keys of batches that do not go together.
+
+    Raises:
+        GraphError: fan-outs that draw nothing.
+        GnnError: others.
+    """
+    if not job.fanouts:
+        for name in ("placement", "host_bytes_per_s"):
+            value = getattr(job, name)
+            require(
+                value is None, name, value, error=GnnError,
+                expected="none without fanouts: steps over the whole graph gather nothing",
+            )  # fmt: skip
+        return
+    check_fanouts(job.fanouts)
+    require(
+        len(job.fanouts) == job.layers, "fanouts", list(job.fanouts),
+        expected=f"one for each of {job.layers} layers", error=GnnError,
+    )  # fmt: skip
+    require(
+        not job.neighbours, "neighbours", job.neighbours,
+        expected="0 beside fanouts, which say how many are drawn", error=GnnError,
+    )  # fmt: skip
+
+
+def _divided(job: TrainGnnJob) -> ClassifiedGraph:
     if job.data.endswith(".npz"):
         path = find_data("data", job.data, _SOURCE)
         given = _planetoid(path)

@@ -27,8 +27,17 @@ class TrainGnnJob(Job):
         dropout: share of numbers that are left out in training.
         learning_rate: of Adam.
         weight_decay: of Adam.
-        epochs: steps, each over the whole graph.
-        neighbours: of a node that are drawn in an epoch at most; 0 for all.
+        epochs: passes over the nodes that the network learns of; without fan-outs one step each.
+        neighbours: of a node that are drawn in an epoch at most; 0 for all. Without fan-outs.
+        fanouts: neighbours of a node that are drawn for each batch, one number for each layer,
+            those of the batch's nodes first; -1 for all. Empty: steps over the whole graph.
+        batch_size: nodes of a batch, with fan-outs.
+        features: a .npy of float32 [N, F] with the features of all nodes; empty for those that the
+            graph brings, or FastRP's.
+        placement: how features of a batch come to where it is trained on, with fan-outs; None lets
+            the planner choose.
+        host_bytes_per_s: holds all traffic of the memory that holds the features to a rate, with
+            fan-outs: a slower memory, emulated. None for none.
         feature_dim: numbers of the vectors that FastRP makes of a graph without features.
         train_share: of the nodes with labels, where the data divide none.
         val_share: of the nodes with labels, by which the best epoch is chosen.
@@ -49,6 +58,11 @@ class TrainGnnJob(Job):
     weight_decay: NonNegativeFloat = 5e-4
     epochs: PositiveInt = 100
     neighbours: NonNegativeInt = 0
+    fanouts: tuple[int, ...] = ()
+    batch_size: PositiveInt = 512
+    features: str = ""
+    placement: Annotated[Choice, Kind("feature_source")] | None = None
+    host_bytes_per_s: PositiveFloat | None = None
     feature_dim: Annotated[int, Ge(1), Le(4096)] = 128
     train_share: Annotated[float, Gt(0), Lt(1)] = 0.1
     val_share: Annotated[float, Gt(0), Lt(1)] = 0.1

@@ -30,8 +30,10 @@ class TrainGnnKind(KindHere):
     flags: ClassVar = (
         Flag(name="aggregator", path="aggregator", help="How neighbours are pooled, such as lcm."),
         Flag(name="labels", path="labels", help="A file of ids and labels."),
-        Flag(name="epochs", path="epochs", help="Steps, each over the whole graph."),
+        Flag(name="epochs", path="epochs", help="Passes over the nodes to learn of."),
         Flag(name="neighbours", path="neighbours", help="Neighbours drawn for a node at most."),
+        Flag(name="features", path="features", help="A .npy of the features of all nodes."),
+        Flag(name="placement", path="placement", help="How features of a batch are gathered."),
         Flag(name="runs", path="runs", help="Trainings, each with a seed of its own."),
         Flag(name="threads", path="threads", help="Threads that train."),
         Flag(name="seed", path="seed", help="Random seed."),
@@ -42,6 +44,7 @@ class TrainGnnKind(KindHere):
         Quantity.of_share("val_accuracy", "validation accuracy", "higher"),
         Quantity.of_share("test_accuracy", "test accuracy", "higher"),
         Quantity.of_bytes("memory_bytes", "memory"),
+        Quantity.of_bytes("host_bytes", "features moved by the host's memory in an epoch"),
     )
 
     def plan(self, job: TrainGnnJob, machine: Machine) -> Sequence[TrainGnnPlan]:
@@ -54,11 +57,14 @@ class TrainGnnKind(KindHere):
         """Train in this process."""
         from shoal.fields.graph.gnn.execute import execute
 
-        return partial(execute, plan.job, method_of(plan, "aggregator"))
+        # Steps over the whole graph gather nothing.
+        placement = method_of(plan, "placement") if plan.job.fanouts else None
+        return partial(execute, plan.job, method_of(plan, "aggregator"), placement)
 
     def describe(self, plan: TrainGnnPlan) -> str:
-        """The aggregator with its options."""
-        return str(plan.job.aggregator or "no aggregator")
+        """The aggregator with its options, and where features of batches come from."""
+        named = str(plan.job.aggregator or "no aggregator")
+        return f"{named}, features {plan.job.placement}" if plan.job.placement else named
 
     def results(self, report: TrainGnnReport, directory: Path) -> Sequence[Table | str]:
         """The accuracies of each seed, and what lies where."""

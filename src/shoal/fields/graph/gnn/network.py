@@ -5,7 +5,7 @@ Source: Hamilton et al., Inductive Representation Learning on Large Graphs (Grap
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,15 +47,16 @@ class SAGEConv(nn.Module):
         self.of_pooled = nn.Linear(in_width, out_width)
 
     def forward(self, x: Tensor, ptr: Tensor, neighbours: Tensor) -> Tensor:
-        """Vectors of all nodes, [N, out_width].
+        """Vectors of all nodes, [N, out_width]; of a sampled block those of its first nodes.
 
         Args:
-            x: [N, in_width].
+            x: [N, in_width], or more rows, of which the first are those of ``ptr``.
             ptr: int64 [N + 1], rows of the graph.
-            neighbours: int64 [nnz], the neighbours of each row.
+            neighbours: int64 [nnz], the neighbours of each row, places in ``x``.
         """
         pool: Any = self.aggregator  # an Aggregator
-        result: Tensor = self.of_self(x) + self.of_pooled(pool(x[neighbours], ptr))
+        own = x[: len(ptr) - 1]
+        result: Tensor = self.of_self(own) + self.of_pooled(pool(x[neighbours], ptr))
         return result
 
     def penalty(self) -> Tensor:
@@ -95,8 +96,17 @@ class GraphSAGE(nn.Module):
 
     def forward(self, x: Tensor, ptr: Tensor, neighbours: Tensor) -> Tensor:
         """Scores of classes, [N, classes]; arguments as of :class:`SAGEConv`."""
+        return self.on_blocks(x, [(ptr, neighbours)] * len(self.convs))
+
+    def on_blocks(self, x: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Scores of the nodes that the last block gives.
+
+        Args:
+            x: [n, features], of the nodes that the first block reads.
+            blocks: pointer and neighbours of each convolution, as of :class:`SAGEConv`.
+        """
         x = torch.relu(self.enter(self.drop(x)))
-        for conv in self.convs:
+        for conv, (ptr, neighbours) in zip(self.convs, blocks, strict=True):
             x = torch.relu(conv(self.drop(x), ptr, neighbours))
         scores: Tensor = self.leave(self.drop(x))
         return scores

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from shoal.core.parts import Choice
 from shoal.core.random import seed64
+from shoal.fields.graph.gather.table import FeatureTable
 from shoal.fields.graph.gnn.inputs import ClassifiedGraph
 from shoal.fields.graph.gnn.job import TrainGnnJob
 from shoal.fields.graph.gnn.network import GraphSAGE
 from shoal.fields.graph.gnn.protocols import GnnError
 from shoal.fields.graph.gnn.segments import sampled
+from shoal.fields.graph.sample.loader import NeighborLoader
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class TrainedGnn:
         test: of the nodes that test.
         predicted: int64 [N], the class of each node.
         seconds: of each epoch, without validation.
+        losses: of each step.
     """
 
     network: GraphSAGE
@@ -38,6 +42,7 @@ class TrainedGnn:
     test: float
     predicted: np.ndarray
     seconds: list[float]
+    losses: list[float]
 
 
 def train_network(
@@ -47,6 +52,9 @@ def train_network(
     features: np.ndarray,
     seed: int,
     watch: Callable[[int], None] = lambda epoch: None,
+    *,
+    table: FeatureTable | None = None,
+    overlap: bool = True,
 ) -> TrainedGnn:
     """Train one network; the test nodes are looked at once, with the parameters of the best epoch.
 
@@ -57,6 +65,8 @@ def train_network(
         features: float32 [N, F].
         seed: of parameters, dropout, orders and neighbours.
         watch: called with the number of each epoch.
+        table: what batches gather features from, where the job has fan-outs.
+        overlap: batches are drawn and gathered while others are trained on.
 
     Raises:
         GnnError: the loss is no longer finite.
@@ -66,36 +76,43 @@ def train_network(
     neighbours = torch.from_numpy(data.graph.indices.astype(np.int64))
     classes = torch.from_numpy(data.classes)
     train, val, test = (torch.from_numpy(one) for one in (data.train, data.val, data.test))
-    draw = torch.Generator().manual_seed(seed64(seed, purpose="neighbours"))
+    losses: list[float] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed64(seed, purpose="graph network"))
-        network = GraphSAGE(
-            x.shape[1], job.hidden, data.num_classes, layers=job.layers, aggregator=choice,
-            dropout=job.dropout,
-        )  # fmt: skip
-        optimizer = torch.optim.Adam(
-            network.parameters(), lr=job.learning_rate, weight_decay=job.weight_decay
-        )
+        network = network_of(job, choice, x.shape[1], data.num_classes)
+        optimizer = optimizer_of(job, network)
+        if table is None:
+            draw = torch.Generator().manual_seed(seed64(seed, purpose="neighbours"))
+        else:
+            loader = NeighborLoader(
+                data.graph, job.fanouts, table, nodes=data.train, batch_size=job.batch_size,
+                seed=seed, overlap=overlap,
+            )  # fmt: skip
+
+        def steps(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+            """Scores and classes of the nodes that each step of an epoch learns of."""
+            if table is not None:
+                for batch in loader.epoch(epoch):
+                    yield network.on_blocks(batch.x, batch.blocks), classes[batch.seeds]
+                return
+            rows, some = ptr, neighbours
+            if job.neighbours:
+                places, rows = sampled(ptr, job.neighbours, draw)
+                some = neighbours[places]
+            yield network(x, rows, some)[train], classes[train]
+
         best, best_epoch, seconds = -1.0, 0, []
         kept: dict[str, Tensor] = {}
         for epoch in range(1, job.epochs + 1):
             begin = time.perf_counter()
             network.train()
-            rows, some = ptr, neighbours
-            if job.neighbours:
-                places, rows = sampled(ptr, job.neighbours, draw)
-                some = neighbours[places]
-            optimizer.zero_grad()
-            scores = network(x, rows, some)
-            loss = torch.nn.functional.cross_entropy(scores[train], classes[train])
-            loss = loss + network.penalty()
-            if not bool(torch.isfinite(loss)):
-                raise GnnError(
-                    f"learning_rate = {job.learning_rate}: the loss of epoch {epoch} is "
-                    f"{loss.item():g}; expected a lower rate"
-                )
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            for scores, wanted in steps(epoch):
+                losses.append(step(network, optimizer, scores, wanted))
+                if not math.isfinite(losses[-1]):
+                    raise GnnError(
+                        f"learning_rate = {job.learning_rate}: the loss of epoch {epoch} is "
+                        f"{losses[-1]:g}; expected a lower rate"
+                    )
             seconds.append(time.perf_counter() - begin)
             right = _accuracy(_assigned(network, x, ptr, neighbours), classes, val)
             if right > best:
@@ -111,7 +128,35 @@ def train_network(
         test=_accuracy(found, classes, test),
         predicted=found.numpy(),
         seconds=seconds,
+        losses=losses,
     )
+
+
+def network_of(job: TrainGnnJob, choice: Choice, features: int, classes: int) -> GraphSAGE:
+    """A network with fresh parameters."""
+    return GraphSAGE(
+        features, job.hidden, classes, layers=job.layers, aggregator=choice, dropout=job.dropout
+    )
+
+
+def optimizer_of(job: TrainGnnJob, network: GraphSAGE) -> torch.optim.Optimizer:
+    """What updates it."""
+    return torch.optim.Adam(
+        network.parameters(), lr=job.learning_rate, weight_decay=job.weight_decay
+    )
+
+
+def step(
+    network: GraphSAGE, optimizer: torch.optim.Optimizer, scores: Tensor, classes: Tensor
+) -> float:
+    """One update, unless the loss is not finite; the loss."""
+    loss = torch.nn.functional.cross_entropy(scores, classes) + network.penalty()
+    value = float(loss.detach())
+    if math.isfinite(value):
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return value
 
 
 def _assigned(network: GraphSAGE, x: Tensor, ptr: Tensor, neighbours: Tensor) -> Tensor:
