@@ -315,6 +315,7 @@ def test_catalogue_has_every_system_once() -> None:
         84: "curator",
         75: "hstu",
         44: "squash",
+        74: "datastore",
         59: "fastrp",
         38: "communities",
         101: "lcm",

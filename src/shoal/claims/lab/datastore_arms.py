@@ -1,4 +1,4 @@
-"""Text of the installed packages, and small readers that have learned a tenth of it.
+"""Text of the installed packages, small readers that have learned a tenth of it, and their arms.
 
 Files are drawn by a hash of their names until there are as many words as are wanted; a few of them
 are held out, for judging and for choosing, and are never stored.
@@ -7,10 +7,11 @@ are held out, for judging and for choosing, and are never stored.
 from __future__ import annotations
 
 import hashlib
-import math
+import json
 import sysconfig
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,37 @@ import numpy as np
 
 from shoal.claims.experiments.tiny import llama
 from shoal.core.errors import DataError
-from shoal.core.files import write_dir_atomic
+from shoal.core.files import shoal_home, write_dir_atomic
+from shoal.core.parts import Choice
 from shoal.core.random import generator
-from shoal.fields.retrieve.datastore.passages import TextFile
+from shoal.core.scratch import scratch_directory
+from shoal.fields.retrieve.datastore import (
+    RetrievalOptions,
+    StoreSweep,
+    build_datastore,
+    index_passages,
+)
+from shoal.fields.retrieve.datastore.execute import texts_of
+from shoal.fields.retrieve.datastore.lists import passing
+from shoal.fields.retrieve.datastore.passages import PassageMap, TextFile
+from shoal.fields.retrieve.datastore.windows import (
+    EvalWindow,
+    PassageReader,
+    eval_windows,
+    prompt_of,
+)
+from shoal.fields.retrieve.grank.text import terms
 
 READERS = {"small": 96, "large": 192}
 """Reader -> its width; the larger has three times the parameters."""
 
 _VOCAB, _LAYERS, _HEAD, _CONTEXT = 4096, 4, 32, 4096
-# Windows of a step, and of the last steps, which have the length of a prompt with passages.
-_SHORT, _LONG, _STEP_TOKENS, _LAST = 1024, 3584, 7168, 0.15
-_LR, _WARM = 4e-3, 40
+# Tokens of a window and of a prompt, and passages of it; prompts of a step.
+WINDOW, _PROMPT, _PASSAGES, _ROWS = 1024, 3584, 3, 2
+_LR, _WARM = 3e-3, 30
 _LEAST, _MOST = 2_000, 200_000
+# Passages of a list of an index that is built for one sample: few are dropped.
+_SHALLOW = 30
 
 
 @dataclass(frozen=True)
@@ -88,82 +108,260 @@ def _draw(name: Path) -> int:
     return int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:8], "big")
 
 
-def token_stream(files: Sequence[TextFile], tokenizer: Any) -> np.ndarray:
-    """Tokens of files in the order of their names, int64, an end of text behind each."""
-    from shoal.corpora.tokenizer import end_of_text
-
-    end = end_of_text(tokenizer)
-    texts = [file.path.read_bytes().decode("utf-8", "replace") for file in files]
-    pieces = [np.array([*one.ids, end]) for one in tokenizer.encode_batch(texts)]
-    return np.concatenate(pieces)
-
-
 def learned_tokenizer(text: LocalText) -> Any:
     """A tokenizer of what readers learn."""
     from shoal.corpora import tokenizer
 
     texts = [file.path.read_bytes().decode("utf-8", "replace") for file in text.learned]
-    size = sum(map(len, texts))
-    return tokenizer.train(tokenizer.sample(texts, size), _VOCAB)
+    return tokenizer.train(tokenizer.sample(texts, sum(map(len, texts))), _VOCAB)
+
+
+def prompts(text: LocalText, tokenizer: Any, place: Path, count: int, seed: int) -> list[Any]:
+    """What readers learn: windows of the tenth behind passages of other files of the tenth.
+
+    Args:
+        text: of which a tenth is learned.
+        tokenizer: of the readers.
+        place: a directory for the datastore of the tenth.
+        count: prompts.
+        seed: of their order.
+
+    Returns:
+        Int64 [tokens] each.
+    """
+    windows = eval_windows(text.learned, tokenizer, window=WINDOW, stride=WINDOW // 2, most=1 << 40)
+    store = build_datastore(place, text.learned)
+    order = generator(seed, purpose="datastore prompts").permutation(len(windows))
+    chosen = [windows[at] for at in np.resize(order, count)]
+    lists = store.search([one.query for one in chosen], 4 * _PASSAGES)
+    rows = []
+    for window, ids in zip(chosen, lists.ids, strict=True):
+        # What follows the query in its own file is not what a reader finds later.
+        texts = [one for one in store.passages.texts(ids[ids >= 0]) if one[:80] not in window.text]
+        rows.append(prompt_of(tokenizer, window, texts[:_PASSAGES], _PROMPT))
+    return rows
 
 
 def make_reader(
     width: int,
-    text: LocalText,
+    rows: Sequence[np.ndarray],
+    tokenizer: Any,
     directory: Path,
     *,
-    tokens: int,
     seed: int,
-    say: Callable[[float], None] = lambda done: None,
-) -> float:
-    """Train a reader and write it as a Hugging Face directory; its validation loss in nats.
+    say: Callable[[float, float], None] = lambda done, loss: None,
+) -> None:
+    """Train a reader on prompts, and write it as a Hugging Face directory.
 
     Args:
         width: of the model.
-        text: of which it learns a tenth.
+        rows: prompts, int64 [tokens] each.
+        tokenizer: of them.
         directory: that is written.
-        tokens: that it reads.
-        seed: of weights and order.
-        say: called with the share that is done.
+        seed: of the weights.
+        say: called with the share that is done, and the loss of a step in nats a token.
     """
     import torch
 
     from shoal.model import huggingface
     from shoal.model.initialise import init_weights
     from shoal.model.transformer import Transformer
+    from shoal.train import OPTIMIZERS
 
-    tokenizer = learned_tokenizer(text)
-    data = torch.from_numpy(token_stream(text.learned, tokenizer))
     config = llama(
         width, _LAYERS, width // _HEAD, vocab=_VOCAB, length=_CONTEXT, tied=True,
         initializer_range=0.02,
     )  # fmt: skip
     model = Transformer(config)
     init_weights(model, seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=_LR, betas=(0.9, 0.95), weight_decay=0.05
-    )
-    steps = max(1, tokens // _STEP_TOKENS)
+    updater = OPTIMIZERS.build({"name": "muon", "lr": _LR}).build(dict(model.named_parameters()))
+    steps = len(rows) // _ROWS
     for step in range(steps):
-        length = _LONG if step >= (1 - _LAST) * steps else _SHORT
-        draw = generator(seed, purpose="datastore reader", step=step)
-        starts = draw.integers(0, len(data) - length - 1, _STEP_TOKENS // length)
-        rows = torch.stack([data[at : at + length + 1] for at in starts])
-        lr = _LR * min(1.0, (step + 1) / _WARM) * 0.5 * (1 + math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model.loss_sum(rows[:, :-1], rows[:, 1:]) / (rows.numel() - len(rows))
-        optimizer.zero_grad()
-        loss.backward()
+        some = rows[step * _ROWS : (step + 1) * _ROWS]
+        count, total = sum(map(len, some)) - len(some), 0.0
+        for row in some:
+            data = torch.from_numpy(row)[None]
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model.loss_sum(data[:, :-1], data[:, 1:]) / count
+            loss.backward()
+            total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        say((step + 1) / steps)
+        updater.step(min(1.0, (step + 1) / _WARM) * min(1.0, (steps - step) / (0.3 * steps)))
+        model.zero_grad()
+        say((step + 1) / steps, total)
     with write_dir_atomic(directory) as place:
         tokenizer.save(str(place / "tokenizer.json"))
         huggingface.write(place / "model", model, place / "tokenizer.json")
-    held = torch.from_numpy(token_stream(text.validation, tokenizer))
-    rows = held[: len(held) // (_SHORT + 1) * (_SHORT + 1)].view(-1, _SHORT + 1)[:64]
-    with torch.no_grad():
-        total = sum(float(model.loss_sum(row[None, :-1], row[None, 1:])) for row in rows)
-    return total / (len(rows) * _SHORT)
+
+
+def reader_of(
+    name: str, text: LocalText, count: int, seed: int, say: Callable[[float, str], None]
+) -> Path:
+    """The directory of a reader, which is trained if no run has done it before.
+
+    Args:
+        name: of :data:`READERS`.
+        text: of which it learns a tenth.
+        count: prompts that it learns.
+        seed: of weights and order.
+        say: called with the share that is done, and what is being done.
+    """
+    facts = [[file.name, file.path.stat().st_size] for file in text.learned]
+    given = json.dumps([facts, name, READERS[name], count, seed, Path(__file__).read_text()])
+    key = hashlib.sha256(given.encode()).hexdigest()[:12]
+    place = shoal_home() / "datastore-readers" / f"{name}-{key}"
+    if not place.exists():
+        tokenizer = learned_tokenizer(text)
+        with scratch_directory("prompts") as root:
+            rows = prompts(text, tokenizer, root / "tenth", count, seed)
+        make_reader(
+            READERS[name], rows, tokenizer, place, seed=seed,
+            say=lambda done, loss: say(done, f"the reader {name} learns: {loss:.3f} nats"),
+        )  # fmt: skip
+    return place / "model"
+
+
+SHARES = tuple(2.0**-power for power in range(6, -1, -1))
+"""Sizes of a datastore, as shares of the whole."""
+
+
+def spearman(points: Sequence[tuple[float, float]]) -> float:
+    """Rank correlation of pairs; 0 where one side does not change."""
+    from scipy.stats import spearmanr
+
+    x, y = zip(*points, strict=True)
+    if len(set(x)) < 2 or len(set(y)) < 2:
+        return 0.0
+    return float(spearmanr(x, y).statistic)
+
+
+def size_losses(
+    sweep: StoreSweep,
+    passages: PassageMap,
+    reader: PassageReader,
+    windows: Sequence[EvalWindow],
+    seeds: int,
+    *,
+    random: bool = False,
+) -> dict[str, Any]:
+    """Tokens and losses of every size and sample.
+
+    Args:
+        sweep: of the windows.
+        passages: of the datastore.
+        reader: that scores.
+        windows: that are scored.
+        seeds: samples of each size.
+        random: passages are drawn from the sample instead of retrieved: the baseline.
+
+    Returns:
+        ``points``: (tokens, mean loss) of each; ``whole``: loss of each window with all of it.
+    """
+    points, losses = [], np.zeros(len(windows))
+    for share in SHARES:
+        for seed in range(seeds):
+            some = sweep.first(share, seed)
+            if random:
+                draw = generator(seed, purpose="passages at random", index=round(1 / share))
+                there = np.flatnonzero(passages.sampled(share, seed))
+                ids = draw.choice(there, some.lists.ids.shape)
+                some = some._replace(lists=some.lists._replace(ids=ids))
+            losses = reader.losses(windows, texts_of(passages, some))
+            points.append((passages.tokens(share, seed), float(losses.mean())))
+    return {"points": points, "whole": losses.tolist()}
+
+
+def surviving_runs(texts: Sequence[Sequence[str]], windows: Sequence[EvalWindow]) -> int:
+    """Passages that share 33 words in a row with the window that they stand before."""
+
+    def runs(text: str) -> set[tuple[str, ...]]:
+        words = terms(text)
+        return {tuple(words[at : at + 33]) for at in range(len(words) - 32)}
+
+    return sum(
+        bool(runs(one) & runs(window.text))
+        for window, row in zip(windows, texts, strict=True)
+        for one in row
+    )
+
+
+@dataclass(frozen=True)
+class SweepArms:
+    """All sizes, samples and filters by one index, or by an index of each.
+
+    Args:
+        passages: that are mapped.
+        queries: texts.
+        targets: text that is judged, of each.
+        method: of the index.
+        filters: of the second set.
+        seeds: samples of each size.
+        depth: passages of a list of the one index; those of a small index are as deep as they need.
+    """
+
+    passages: PassageMap
+    queries: Sequence[str]
+    targets: Sequence[str]
+    method: Choice
+    filters: tuple[Choice, ...]
+    seeds: int = 3
+    depth: int = 1000
+
+    def once(self) -> float:
+        """Seconds of one index and its lists."""
+        begin = time.perf_counter()
+        with scratch_directory("once") as root:
+            store = index_passages(root / "store", self.passages, method=self.method)
+            sweep = StoreSweep(
+                store, self.queries, against=self.targets,
+                options=RetrievalOptions(depth=self.depth), filters=dict(self._sets()),
+            )  # fmt: skip
+            for name, _ in self._sets():
+                for share in SHARES:
+                    for seed in range(self.seeds):
+                        sweep.first(share, seed, name)
+        return time.perf_counter() - begin
+
+    def rebuilt(self) -> float:
+        """Seconds of an index for each; what a filter drops is not indexed."""
+        begin = time.perf_counter()
+        for _, filters in self._sets():
+            for share in SHARES:
+                for seed in range(self.seeds):
+                    self._one(filters, share, seed)
+        return time.perf_counter() - begin
+
+    def _one(self, filters: Sequence[Choice], share: float, seed: int) -> None:
+        rows = self.passages.rows[self.passages.sampled(share, seed)]
+        some = replace(self.passages, rows=rows)
+        if filters:
+            some = replace(some, rows=rows[passing(some.texts(np.arange(len(rows))), filters)])
+        with scratch_directory("rebuilt") as root:
+            store = index_passages(root / "store", some, method=self.method)
+            options = RetrievalOptions(depth=min(_SHALLOW, len(store)), k=min(3, len(store)))
+            StoreSweep(store, self.queries, against=self.targets, options=options).first()
+
+    def _sets(self) -> tuple[tuple[str, tuple[Choice, ...]], ...]:
+        return (("all", ()), ("filtered", self.filters))
+
+
+def same_lists(passages: PassageMap, queries: Sequence[str], method: Choice) -> tuple[float, float]:
+    """Shares of lists that are the same: of samples and indexes of them; of shards and of one."""
+    plain = RetrievalOptions(dedupe=False, decontaminate=False)
+    same, shards = [], []
+    with scratch_directory("lists") as root:
+        whole = index_passages(root / "whole", passages, method=method)
+        cut = index_passages(
+            root / "cut", passages, method=method, shard_passages=len(passages) // 3
+        )
+        sweep = StoreSweep(whole, queries, options=plain)
+        for share in SHARES[2:]:
+            built = index_passages(
+                root / f"{share}", passages, method=method, share=share, seed=1
+            )
+            ours = sweep.first(share, 1).lists.ids
+            numbers = np.append(np.flatnonzero(whole.passages.sampled(share, 1)), -1)
+            theirs = numbers[StoreSweep(built, queries, options=plain).first().lists.ids]
+            same.append((ours == theirs).all(axis=1).mean())
+        shards.append((cut.search(queries, 50).ids == whole.search(queries, 50).ids).all(axis=1))
+    return float(np.mean(same)), float(np.mean(shards))

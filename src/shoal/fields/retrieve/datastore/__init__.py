@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.parts import PartTable, load_object
 
 if TYPE_CHECKING:
-    from shoal.fields.retrieve.datastore.building import build_datastore
+    from shoal.fields.retrieve.datastore.building import build_datastore, index_passages
     from shoal.fields.retrieve.datastore.protocols import RetrievalOptions
     from shoal.fields.retrieve.datastore.store import Datastore
     from shoal.fields.retrieve.datastore.sweep import StoreSweep
 
-__all__ = ["PASSAGE_INDEXES", "Datastore", "RetrievalOptions", "StoreSweep", "build_datastore"]
+__all__ = ["PASSAGE_INDEXES", "Datastore", "RetrievalOptions", "StoreSweep", "build_datastore", "index_passages"]
 
 PASSAGE_INDEXES = PartTable(
     "passage_index",
@@ -36,6 +36,7 @@ _PLACES = {
     "RetrievalOptions": "protocols",
     "StoreSweep": "sweep",
     "build_datastore": "building",
+    "index_passages": "building",
 }
 
 

@@ -23,33 +23,68 @@ def build_datastore(
     directory: Path,
     files: Sequence[TextFile],
     *,
-    method: Choice | str = "bm25",
     passage_words: int = 256,
     sentences: bool = False,
-    shard_passages: int = 50_000,
     tokenizer: Path | None = None,
+    tick: Callable[[float, str], None] = lambda done, text: None,
+    **options: Any,
+) -> Datastore:
+    """Map the passages of files and index them, or go on where a build was stopped.
+
+    Args:
+        directory: of the datastore; one that is whole is refused.
+        files: whose text is stored; they stay where they are.
+        passage_words: of a passage, at most.
+        sentences: end passages at ends of sentences.
+        tokenizer: ``tokenizer.json`` or directory of the readers, to count tokens; None counts
+            words.
+        tick: called with the share that is done, and what is being done.
+        options: of :func:`index_passages`.
+
+    Raises:
+        DatastoreError: there is one already, or nothing to store.
+        DataError: a file cannot be read.
+    """
+    if not files:
+        raise DatastoreError(f"{directory}: no file to store; give some")
+    if len({file.name for file in files}) < len(files):
+        raise DatastoreError(f"{directory}: two files have the same name; give each its own")
+    count, digest = token_counter(tokenizer)
+    rows = map_passages(
+        files, passage_words, sentences=sentences, tokens=count,
+        tick=lambda done: tick(0.3 * done / len(files), f"mapped {done:,} files"),
+    )  # fmt: skip
+    passages = PassageMap(files, [file.path.stat().st_size for file in files], rows)
+    return index_passages(
+        directory, passages, digest=digest,
+        tick=lambda done, text: tick(0.3 + 0.7 * done, text), **options,
+    )  # fmt: skip
+
+
+def index_passages(
+    directory: Path,
+    passages: PassageMap,
+    *,
+    method: Choice | str = "bm25",
+    shard_passages: int = 50_000,
+    digest: str = "",
     share: float = 1.0,
     seed: int = 0,
-    kept: np.ndarray | None = None,
     pool: Choice | Pool | None = None,
     workers: int = 1,
     threads: int = 1,
     tick: Callable[[float, str], None] = lambda done, text: None,
 ) -> Datastore:
-    """Build a datastore, or go on where a build was stopped.
+    """Index passages that are mapped.
 
     Args:
-        directory: of it; one that is whole is refused.
-        files: whose text is stored; they stay where they are.
+        directory: of the datastore.
+        passages: where they lie.
         method: the index, of kind ``passage_index``.
-        passage_words: of a passage, at most.
-        sentences: end passages at ends of sentences.
         shard_passages: of a shard.
-        tokenizer: ``tokenizer.json`` or directory of the readers, to count tokens; None counts
-            words.
+        digest: of the tokenizer that has counted tokens.
         share: of the passages, sampled as :class:`RetrievalOptions` says, that are stored.
         seed: of that sample, and of what is random in an index.
-        kept: bool [N], of all passages of the files those that may be stored; None for all.
         pool: where shards are built: a choice of kind ``pool``, an open one, or None for here.
         workers: shards that are in work at a time.
         threads: of each.
@@ -57,62 +92,45 @@ def build_datastore(
 
     Raises:
         DatastoreError: there is one already, or nothing to store.
-        DataError: a file cannot be read.
+        ShoalError: a passage cannot be read or indexed.
     """
     if (directory / MANIFEST).exists():
         raise DatastoreError(f"{directory}: is a datastore already; open it, or remove it first")
-    if not files:
-        raise DatastoreError(f"{directory}: no file to store; give some")
-    names = [file.name for file in files]
-    if len(set(names)) < len(names):
-        raise DatastoreError(f"{directory}: two files have the same name; give each its own")
     choice = method if isinstance(method, Choice) else Choice(name=method)
     part: PassageIndex = table("passage_index").build(choice, where="method")
-    count, digest = token_counter(tokenizer)
-    rows = map_passages(
-        files, passage_words, sentences=sentences, tokens=count,
-        tick=lambda done: tick(0.3 * done / len(files), f"mapped {done:,} files"),
-    )  # fmt: skip
-    there = PassageMap(files, [file.path.stat().st_size for file in files], rows)
-    chosen = there.sampled(share, seed) if kept is None else there.sampled(share, seed) & kept
-    rows = rows[chosen]
+    rows = np.ascontiguousarray(passages.rows[passages.sampled(share, seed)])
     if not len(rows):
         raise DatastoreError(f"{directory}: no passage is left to store; give more text")
     directory.mkdir(parents=True, exist_ok=True)
     with open_atomic(directory / PASSAGES) as file:
         np.save(file, rows, allow_pickle=False)
     edges = [*range(0, len(rows), shard_passages), len(rows)]
-    shared = (PassageMap(files, there.sizes, rows), part, seed, threads)
+    chosen = PassageMap(passages.files, passages.sizes, rows)
     results = map_shards(
         _build_shard,
         list(zip(edges[:-1], edges[1:], strict=True)),
         directory / SHARDS,
         pool=pool,
         workers=workers,
-        shared=shared,
-        tick=lambda done, total: tick(0.3 + 0.7 * done / total, f"shard {done} of {total}"),
+        shared=(chosen, part, seed, threads),
+        tick=lambda done, total: tick(done / total, f"shard {done} of {total}"),
     )
-    write_json(
-        directory / MANIFEST,
-        {
-            "version": VERSION,
-            "method": table("passage_index").spell(part).model_dump(mode="json"),
-            "passage_words": passage_words,
-            "sentences": sentences,
-            "passages": len(rows),
-            "words": int(rows[:, WORDS].sum()),
-            "tokenizer": digest,
-            "files": [
-                [file.name, str(file.path.absolute()), size]
-                for file, size in zip(files, there.sizes, strict=True)
-            ],
-            "shards": [
-                {"begin": begin, "end": end, "words": result["words"]}
-                for begin, end, result in zip(edges[:-1], edges[1:], results, strict=True)
-            ],
-        },
-        error=DataError,
-    )
+    manifest = {
+        "version": VERSION,
+        "method": table("passage_index").spell(part).model_dump(mode="json"),
+        "passages": len(rows),
+        "words": int(rows[:, WORDS].sum()),
+        "tokenizer": digest,
+        "files": [
+            [file.name, str(file.path.absolute()), size]
+            for file, size in zip(passages.files, passages.sizes, strict=True)
+        ],
+        "shards": [
+            {"begin": begin, "end": end, "words": result["words"]}
+            for begin, end, result in zip(edges[:-1], edges[1:], results, strict=True)
+        ],
+    }
+    write_json(directory / MANIFEST, manifest, error=DataError)
     return Datastore.open(directory, threads=threads)
 
 

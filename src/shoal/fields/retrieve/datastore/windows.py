@@ -71,6 +71,22 @@ def eval_windows(
     ]
 
 
+def prompt_of(
+    tokenizer: Any, window: EvalWindow, passages: Sequence[str], most: int
+) -> np.ndarray:
+    """Tokens of passages and a window, int64: the best passage lies nearest to the window.
+
+    Args:
+        tokenizer: of the reader.
+        window: the end of the prompt.
+        passages: the best first.
+        most: tokens; the farthest are left out.
+    """
+    before = "".join(f"{one}\n\n" for one in reversed(passages))
+    tokens = np.array(tokenizer.encode(before, add_special_tokens=False).ids, np.int64)
+    return np.concatenate([tokens, window.tokens])[-most:]
+
+
 class PassageReader:
     """A language model that reads passages in front of a window.
 
@@ -138,11 +154,9 @@ class PassageReader:
         size, most = len(window.tokens), self._model.config.max_position
         if size > most:
             raise DatastoreError(f"window = {size}: the reader reads at most {most} tokens")
-        before = "".join(f"{one}\n\n" for one in reversed(passages))
-        tokens = self.tokenizer.encode(before, add_special_tokens=False).ids
-        self.cut += len(tokens) + size > most
-        prompt = np.concatenate([np.array(tokens, np.int64), window.tokens])[-most:]
-        data = torch.from_numpy(prompt)[None]
+        prompt = prompt_of(self.tokenizer, window, passages, most + 1)
+        self.cut += len(prompt) > most
+        data = torch.from_numpy(prompt[-most:])[None]
         half = size // 2
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
             hidden = self._model.hidden(data[:, :-1])[:, -half:]
