@@ -49,7 +49,9 @@ def test_a_text_goes_on_behind_what_is_stored(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "sea.md").write_text("The sea is salt. Tides follow the moon.")
     (folder / "bread.md").write_text("Bread is baked of flour, water and salt.")
-    said, places = program("lookup").main(str(tiny_model(tmp_path)), str(folder), "What do tides follow?", k=1)
+    said, places = program("lookup").main(
+        str(tiny_model(tmp_path)), str(folder), "What do tides follow?", k=1
+    )
     assert isinstance(said, str) and places == ["sea.md, byte 0"]
 
 

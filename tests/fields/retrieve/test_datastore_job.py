@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from own_home import own_home
 
 import shoal
+from own_home import own_home
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.parts import Choice
 from shoal.fields.retrieve.datastore import RetrievalOptions, build_datastore
@@ -87,14 +87,18 @@ def test_only_the_second_half_is_scored_behind_passages_in_reverse_order(
     from shoal.model import huggingface
 
     scorer = PassageReader(reader)
-    (window,) = eval_windows(text_files(str(folder))[:1], scorer.tokenizer, window=64, stride=64, most=1)
+    (window,) = eval_windows(
+        text_files(str(folder))[:1], scorer.tokenizer, window=64, stride=64, most=1
+    )
     prompt = prompt_of(scorer.tokenizer, window, ["best", "second"], 1000)
     text = scorer.tokenizer.decode(prompt.tolist())
     assert text.startswith("second\n\nbest\n\n" + window.text[:20])
     model = huggingface.read(reader, torch.float32).eval()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         logits = model(torch.from_numpy(prompt)[None, :-1]).float()[0]
-    every = torch.nn.functional.cross_entropy(logits, torch.from_numpy(prompt)[1:], reduction="none")
+    every = torch.nn.functional.cross_entropy(
+        logits, torch.from_numpy(prompt)[1:], reduction="none"
+    )
     ours = scorer.losses([window], [["best", "second"]])
     assert ours[0] == pytest.approx(float(every[-32:].mean()), rel=1e-4)
     # The farthest are cut where the model reads no more; nothing of the window is.

@@ -99,9 +99,7 @@ def local_text(words: int) -> LocalText:
     if count < words / 10:
         raise DataError(f"{root}: {count:,} words of text; expected {words:,}")
     named = {kind: tuple(sorted(some)) for kind, some in files.items()}
-    return LocalText(
-        named["stored"], named["learned"], named["heldout"], named["valid"], count
-    )
+    return LocalText(named["stored"], named["learned"], named["heldout"], named["valid"], count)
 
 
 def _draw(name: Path) -> int:
@@ -183,7 +181,7 @@ def make_reader(
             data = torch.from_numpy(row)[None]
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model.loss_sum(data[:, :-1], data[:, 1:]) / count
-            loss.backward()
+            torch.autograd.backward(loss)
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         updater.step(min(1.0, (step + 1) / _WARM) * min(1.0, (steps - step) / (0.3 * steps)))
@@ -356,9 +354,7 @@ def same_lists(passages: PassageMap, queries: Sequence[str], method: Choice) -> 
         )
         sweep = StoreSweep(whole, queries, options=plain)
         for share in SHARES[2:]:
-            built = index_passages(
-                root / f"{share}", passages, method=method, share=share, seed=1
-            )
+            built = index_passages(root / f"{share}", passages, method=method, share=share, seed=1)
             ours = sweep.first(share, 1).lists.ids
             numbers = np.append(np.flatnonzero(whole.passages.sampled(share, 1)), -1)
             theirs = numbers[StoreSweep(built, queries, options=plain).first().lists.ids]

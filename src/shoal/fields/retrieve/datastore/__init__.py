@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from shoal.fields.retrieve.datastore.store import Datastore
     from shoal.fields.retrieve.datastore.sweep import StoreSweep
 
-__all__ = ["PASSAGE_INDEXES", "Datastore", "RetrievalOptions", "StoreSweep", "build_datastore", "index_passages"]
+__all__ = [
+    "PASSAGE_INDEXES",
+    "Datastore",
+    "RetrievalOptions",
+    "StoreSweep",
+    "build_datastore",
+    "index_passages",
+]
 
 PASSAGE_INDEXES = PartTable(
     "passage_index",

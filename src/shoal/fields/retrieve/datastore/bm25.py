@@ -1,8 +1,8 @@
 """The passage index ``bm25``: postings of words as arrays, mapped from files.
 
-Source: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; weights
-of words as in Lucene. Counts of passages are those of all shards together, so that a score does not
-depend on how passages are divided.
+Source: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009;
+weights of words as in Lucene. Counts of passages are those of all shards together, so that a score
+does not depend on how passages are divided.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class WordPostings:
 
     def build(self, texts: Sequence[str], place: Path, *, seed: int, threads: int) -> int:
         """Sort the words of all passages."""
-        words, counts, lengths = [], [], np.zeros(len(texts), np.int32)
+        words: list[int] = []
+        counts: list[int] = []
+        lengths = np.zeros(len(texts), np.int32)
         owners = np.zeros(len(texts), np.int64)
         for at, text in enumerate(texts):
             has = Counter(terms(text))
@@ -62,7 +64,7 @@ class WordPostings:
         hashes = np.array(words, np.uint64)
         order = np.argsort(hashes, kind="stable")
         known, begins = np.unique(hashes[order], return_index=True)
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "words": known,
             "begins": np.append(begins, len(hashes)).astype(np.int64),
             "passages": np.repeat(np.arange(len(texts), dtype=np.int32), owners)[order],
@@ -86,7 +88,11 @@ class WordPostings:
                     f"{path}: cannot be read ({cause}); build the datastore again"
                 ) from cause
         words, begins, passages, counts, lengths = arrays
-        if len(begins) != len(words) + 1 or begins[-1] != len(passages) or len(counts) != begins[-1]:
+        if (
+            len(begins) != len(words) + 1
+            or begins[-1] != len(passages)
+            or len(counts) != begins[-1]
+        ):
             raise DatastoreError(f"{place}: postings of other words; build the datastore again")
         return _Postings(self, words, begins, passages, counts, np.asarray(lengths, np.float64))
 

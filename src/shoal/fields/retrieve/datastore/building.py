@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def index_passages(
     chosen = PassageMap(passages.files, passages.sizes, rows)
     results = map_shards(
         _build_shard,
-        list(zip(edges[:-1], edges[1:], strict=True)),
+        list(pairwise(edges)),
         directory / SHARDS,
         pool=pool,
         workers=workers,
@@ -127,7 +128,7 @@ def index_passages(
         ],
         "shards": [
             {"begin": begin, "end": end, "words": result["words"]}
-            for begin, end, result in zip(edges[:-1], edges[1:], results, strict=True)
+            for (begin, end), result in zip(pairwise(edges), results, strict=True)
         ],
     }
     write_json(directory / MANIFEST, manifest, error=DataError)
@@ -160,7 +161,9 @@ def token_counter(
     made = load(tokenizer)
 
     def count(texts: Sequence[str]) -> Sequence[int]:
-        return [len(one.ids) for one in made.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            len(one.ids) for one in made.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     return count, tokenizer_digest(tokenizer)
 

@@ -19,7 +19,7 @@ from shoal.fields.retrieve.datastore.protocols import (
     best_of,
     padded,
 )
-from shoal.fields.retrieve.index.protocols import BuiltIndex, IndexGrowth, VectorIndex
+from shoal.fields.retrieve.index.protocols import BuiltIndex, IndexGrowth, Metric, VectorIndex
 from shoal.fields.retrieve.index.vectors import checked_vectors
 from shoal.fields.retrieve.search.protocols import TextEmbedder
 
@@ -27,7 +27,7 @@ from shoal.fields.retrieve.search.protocols import TextEmbedder
 _AT_ONCE = 1024
 # Of vectors of length 1 it ranks as their cosine does, and an exact search computes it for each
 # pair alone, so that no score depends on the other passages of a shard.
-_METRIC = "l2"
+_METRIC: Metric = "l2"
 
 
 @part
@@ -53,7 +53,10 @@ class PassageVectors:
         """Embed the passages and index their vectors."""
         embedder = self._embedder()
         vectors = np.concatenate(
-            [_directions(embedder, texts[at : at + _AT_ONCE]) for at in range(0, len(texts), _AT_ONCE)]
+            [
+                _directions(embedder, texts[at : at + _AT_ONCE])
+                for at in range(0, len(texts), _AT_ONCE)
+            ]
         )
         built = self._index().build(vectors, _METRIC, seed=seed, threads=threads)
         folder = _folder(place)

@@ -30,7 +30,9 @@ class DatastoreKind(KindHere):
     flags: ClassVar = (
         Flag(name="store", path="store", help="A datastore that is there, instead of a new one."),
         Flag(name="heldout", path="heldout", help="Text that is judged, and is not stored."),
-        Flag(name="pattern", path="pattern", help="Of the names of files, such as '*.md'.", read=str),
+        Flag(
+            name="pattern", path="pattern", help="Of the names of files, such as '*.md'.", read=str
+        ),
         Flag(name="method", path="method", help="How passages are found: bm25 or dense."),
         Flag(name="readers", path="readers", help="Models whose perplexity is measured."),
         Flag(name="windows", path="windows", help="Windows of held-out text that are scored."),

@@ -8,6 +8,7 @@ compared exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +50,8 @@ class WordHashes(NamedTuple):
         return cls(np.fromiter(hashes, np.uint64, int(ends[-1])), ends)
 
 
-class GramSets(NamedTuple):
+@dataclass(frozen=True)
+class GramSets:
     """Sets of hashes of n-grams, one for each text.
 
     Args:

@@ -56,7 +56,8 @@ def text_files(where: str, pattern: str = "*") -> list[TextFile]:
     if where == "stdlib":
         return [TextFile(name, path) for name, path in Stdlib().files()]
     files = [
-        TextFile(one.name, Path(one.path)) for one in find_files(where, pattern, option="data").files
+        TextFile(one.name, Path(one.path))
+        for one in find_files(where, pattern, option="data").files
     ]
     if not files[0].path.is_file():
         raise DataError(

@@ -128,9 +128,7 @@ def _tried(
         begin = time.perf_counter()
         StoreSweep(store, queries, against=queries, options=job.retrieval)
         entry_s = (time.perf_counter() - begin) / len(queries) - query_s
-        return _Trial(
-            len(store), build_s, query_s, max(entry_s, 0.0) / depth, store.num_bytes
-        )
+        return _Trial(len(store), build_s, query_s, max(entry_s, 0.0) / depth, store.num_bytes)
 
 
 def _plan(

@@ -174,7 +174,11 @@ class Datastore:
         sweep = StoreSweep(self, texts, against=against, options=asked)
         lists = sweep.first(asked.share, asked.seed).lists
         return [
-            [self.passage(int(one), score) for one, score in zip(ids, scores, strict=True) if one >= 0]
+            [
+                self.passage(int(one), score)
+                for one, score in zip(ids, scores, strict=True)
+                if one >= 0
+            ]
             for ids, scores in zip(lists.ids, lists.scores.tolist(), strict=True)
         ]
 

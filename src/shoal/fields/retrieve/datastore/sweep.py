@@ -1,4 +1,4 @@
-"""One search for every sample of a datastore: lists are cleaned once, and sampled as often as asked.
+"""One search for every sample of a datastore: lists are cleaned once, and sampled many times.
 
 A passage is in a sample by the hash of its place alone, so the first passages of a list that are in
 it are those that an index of the sample would give. Where too few are left, the list is searched

@@ -45,9 +45,7 @@ def eval_windows(
         ConfigError: an odd window, or a stride that is none.
         DatastoreError: no file is as long as a window.
     """
-    require(
-        window >= 2 and window % 2 == 0, "window", window, expected="an even number of tokens"
-    )
+    require(window >= 2 and window % 2 == 0, "window", window, expected="an even number of tokens")
     require(1 <= stride <= window, "stride", stride, expected=f"1 to {window} tokens")
     pieces = []
     for file in files:
@@ -71,9 +69,7 @@ def eval_windows(
     ]
 
 
-def prompt_of(
-    tokenizer: Any, window: EvalWindow, passages: Sequence[str], most: int
-) -> np.ndarray:
+def prompt_of(tokenizer: Any, window: EvalWindow, passages: Sequence[str], most: int) -> np.ndarray:
     """Tokens of passages and a window, int64: the best passage lies nearest to the window.
 
     Args:
@@ -125,7 +121,9 @@ class PassageReader:
         self.cut = 0
         self._known: dict[tuple[bytes, tuple[str, ...]], float] = {}
 
-    def losses(self, windows: Sequence[EvalWindow], passages: Sequence[Sequence[str]]) -> np.ndarray:
+    def losses(
+        self, windows: Sequence[EvalWindow], passages: Sequence[Sequence[str]]
+    ) -> np.ndarray:
         """Loss of each window in nats a token of its second half, float64 [windows].
 
         Args:
