@@ -343,8 +343,17 @@ class SweepArms:
         return (("all", ()), ("filtered", self.filters))
 
 
-def same_lists(passages: PassageMap, queries: Sequence[str], method: Choice) -> tuple[float, float]:
-    """Shares of lists that are the same: of samples and indexes of them; of shards and of one."""
+def same_lists(
+    passages: PassageMap, queries: Sequence[str], method: Choice, seed: int
+) -> tuple[float, float]:
+    """Shares of lists that are the same: of samples and indexes of them; of shards and of one.
+
+    Args:
+        passages: that are indexed.
+        queries: texts.
+        method: of the indexes.
+        seed: of the samples; the indexes have those of seed 1.
+    """
     plain = RetrievalOptions(dedupe=False, decontaminate=False)
     same, shards = [], []
     with scratch_directory("lists") as root:
@@ -355,7 +364,7 @@ def same_lists(passages: PassageMap, queries: Sequence[str], method: Choice) -> 
         sweep = StoreSweep(whole, queries, options=plain)
         for share in SHARES[2:]:
             built = index_passages(root / f"{share}", passages, method=method, share=share, seed=1)
-            ours = sweep.first(share, 1).lists.ids
+            ours = sweep.first(share, seed).lists.ids
             numbers = np.append(np.flatnonzero(whole.passages.sampled(share, 1)), -1)
             theirs = numbers[StoreSweep(built, queries, options=plain).first().lists.ids]
             same.append((ours == theirs).all(axis=1).mean())
