@@ -112,7 +112,7 @@ def test_a_run_measures_every_size_and_reads_with_every_reader(
 ) -> None:
     job = job_of(
         folder, readers=(str(reader),), window=64, stride=32, training_tokens=(1000,),
-        filters=("gopher_repetition",), retrieval={"k": 2, "depth": 50},
+        filters=("gopher_repetition",), k=2, depth=50,
     )  # fmt: skip
     outcome = run(job, tmp_path)
     points = outcome.details["points"]
@@ -185,11 +185,11 @@ def test_the_front_has_only_what_nothing_cheaper_beats() -> None:
     assert len(curve_of(points)) == 6
 
 
-def test_retrieval_options_are_a_part_of_the_job(folder: Path) -> None:
-    job = job_of(folder, retrieval={"k": 5, "filters": ["c4"]})
-    assert job.retrieval == RetrievalOptions(k=5, filters=(Choice(name="c4"),))
-    with pytest.raises(ConfigError, match="depth = 3"):
-        job_of(folder, retrieval={"k": 5, "depth": 3})
+def test_the_steps_of_a_job_are_checked_before_anything_is_read(folder: Path) -> None:
+    job = job_of(folder, k=5, rerank="hashed_words")
+    assert job.retrieval() == RetrievalOptions(k=5, rerank=Choice(name="hashed_words"))
+    with pytest.raises(ConfigError, match="depth = 3: fewer"):
+        divided(job_of(folder, k=5, depth=3))
 
 
 def test_binary_files_are_left_out_with_a_pattern(tmp_path: Path) -> None:

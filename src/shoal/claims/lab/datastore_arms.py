@@ -44,9 +44,10 @@ READERS = {"small": 96, "large": 192}
 """Reader -> its width; the larger has three times the parameters."""
 
 _VOCAB, _LAYERS, _HEAD, _CONTEXT = 4096, 4, 32, 4096
-# Tokens of a window and of a prompt, and passages of it; prompts of a step.
-WINDOW, _PROMPT, _PASSAGES, _ROWS = 1024, 3584, 3, 2
-_LR, _WARM = 3e-3, 30
+# Tokens of a window and of a prompt, and passages of it.
+WINDOW, _PROMPT, _PASSAGES = 1024, 3584, 3
+# Peak learning rate, steps in which it rises, and the share of the steps in which it falls.
+_LR, _WARM, _FALLING = 3e-3, 60, 0.3
 _LEAST, _MOST = 2_000, 200_000
 # Passages of a list of an index that is built for one sample: few are dropped.
 _SHALLOW = 30
@@ -173,20 +174,16 @@ def make_reader(
     model = Transformer(config)
     init_weights(model, seed)
     updater = OPTIMIZERS.build({"name": "muon", "lr": _LR}).build(dict(model.named_parameters()))
-    steps = len(rows) // _ROWS
-    for step in range(steps):
-        some = rows[step * _ROWS : (step + 1) * _ROWS]
-        count, total = sum(map(len, some)) - len(some), 0.0
-        for row in some:
-            data = torch.from_numpy(row)[None]
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model.loss_sum(data[:, :-1], data[:, 1:]) / count
-            torch.autograd.backward(loss)
-            total += float(loss.detach())
+    for step, row in enumerate(rows):
+        data = torch.from_numpy(row)[None]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.loss_sum(data[:, :-1], data[:, 1:]) / (len(row) - 1)
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        updater.step(min(1.0, (step + 1) / _WARM) * min(1.0, (steps - step) / (0.3 * steps)))
+        left = 1 - step / len(rows)
+        updater.step(min(1.0, (step + 1) / _WARM, left / _FALLING))
         model.zero_grad()
-        say((step + 1) / steps, total)
+        say((step + 1) / len(rows), float(loss.detach()))
     with write_dir_atomic(directory) as place:
         tokenizer.save(str(place / "tokenizer.json"))
         huggingface.write(place / "model", model, place / "tokenizer.json")

@@ -69,12 +69,12 @@ def execute(job: DatastoreJob, choice: Choice, progress: RunProgress) -> RunOutc
     progress.say(0.5, f"searching for {len(windows)} queries")
     queries = [one.query for one in windows]
     begin = time.perf_counter()
-    store.search(queries, job.retrieval.depth)
+    store.search(queries, job.depth)
     query_s = (time.perf_counter() - begin) / len(queries)
     begin = time.perf_counter()
     sweep = StoreSweep(
-        store, queries, against=[one.text for one in windows], options=job.retrieval,
-        filters={ALL: job.retrieval.filters} | ({FILTERED: job.filters} if job.filters else {}),
+        store, queries, against=[one.text for one in windows], options=job.retrieval(),
+        filters={ALL: ()} | ({FILTERED: job.filters} if job.filters else {}),
     )  # fmt: skip
     settings = [
         (filters, share, seed)

@@ -29,7 +29,11 @@ class DatastoreJob(Job):
         passage_words: of a passage, at most.
         sentences: end passages at ends of sentences.
         shard_passages: of a shard.
-        retrieval: steps from a list of passages to the first few, and how many.
+        k: passages that a query gets.
+        depth: passages that are searched for each query; more where too few are left.
+        decontaminate: drop passages that repeat the text that is judged.
+        dedupe: of passages that are nearly the same, keep the best.
+        rerank: embedder by whose similarity the first passages are put in a new order.
         shares: sizes of the datastore that are compared, as shares of the whole.
         seeds: samples of each size.
         filters: rules of a second sweep, in which passages that break one are dropped; none for no
@@ -57,7 +61,11 @@ class DatastoreJob(Job):
     passage_words: Annotated[int, Ge(8), Le(65_536)] = 256
     sentences: bool = False
     shard_passages: PositiveInt = 50_000
-    retrieval: RetrievalOptions = RetrievalOptions()
+    k: PositiveInt = 3
+    depth: PositiveInt = 1000
+    decontaminate: bool = True
+    dedupe: bool = True
+    rerank: Annotated[Choice, Kind("embedder")] | None = None
     shares: Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(1)] = tuple(
         2.0**-power for power in range(6, -1, -1)
     )
@@ -72,6 +80,17 @@ class DatastoreJob(Job):
     workers: PositiveInt = 1
     threads: PositiveInt = 1
     seed: NonNegativeInt = 0
+
+    def retrieval(self) -> RetrievalOptions:
+        """The steps from a list of passages to the first few.
+
+        Raises:
+            ConfigError: fewer passages are searched than are wanted.
+        """
+        return RetrievalOptions(
+            k=self.k, depth=self.depth, decontaminate=self.decontaminate, dedupe=self.dedupe,
+            rerank=self.rerank,
+        )  # fmt: skip
 
 
 class DatastorePlan(Plan[DatastoreJob]):

@@ -36,7 +36,7 @@ class DatastoreKind(KindHere):
         Flag(name="method", path="method", help="How passages are found: bm25 or dense."),
         Flag(name="readers", path="readers", help="Models whose perplexity is measured."),
         Flag(name="windows", path="windows", help="Windows of held-out text that are scored."),
-        Flag(name="k", path="retrieval.k", help="Passages in front of a window."),
+        Flag(name="k", path="k", help="Passages in front of a window."),
         Flag(name="pool", path="pool", help="Where shards are built: local or ray."),
         Flag(name="workers", path="workers", help="Shards that are in work at a time."),
         Flag(name="threads", path="threads", help="Threads for building, searching, reading."),

@@ -36,8 +36,10 @@ def divided(job: DatastoreJob) -> tuple[list[TextFile], list[TextFile]]:
     Raises:
         DataError: a place cannot be read.
         DatastoreError: nothing is left on one side, or a held-out file would be stored.
-        ConfigError: not as many numbers of tokens as readers.
+        ConfigError: not as many numbers of tokens as readers, or fewer passages are searched than
+            are wanted.
     """
+    job.retrieval()
     if job.training_tokens and len(job.training_tokens) != len(job.readers):
         raise ConfigError(
             f"training_tokens: {len(job.training_tokens)} numbers for {len(job.readers)} readers; "
@@ -120,13 +122,13 @@ def _tried(
             sentences=job.sentences, seed=job.seed, threads=job.threads,
         )  # fmt: skip
         build_s = time.perf_counter() - begin
-        depth = min(job.retrieval.depth, len(store))
+        depth = min(job.depth, len(store))
         store.search(queries, depth)  # what is loaded when it is first used
         begin = time.perf_counter()
         store.search(queries, depth)
         query_s = (time.perf_counter() - begin) / len(queries)
         begin = time.perf_counter()
-        StoreSweep(store, queries, against=queries, options=job.retrieval)
+        StoreSweep(store, queries, against=queries, options=job.retrieval())
         entry_s = (time.perf_counter() - begin) / len(queries) - query_s
         return _Trial(len(store), build_s, query_s, max(entry_s, 0.0) / depth, store.num_bytes)
 
@@ -142,7 +144,7 @@ def _plan(
 ) -> DatastorePlan:
     method: PassageIndex = table("passage_index").build(choice, where="method")
     more = method.growth(trial.passages, passages)
-    depth = min(job.retrieval.depth, passages)
+    depth = min(job.depth, passages)
     query_s = trial.query_s * more.query
     build_s = 0.0 if there else trial.build_s * more.build / (job.workers if job.pool else 1)
     sweep_s = job.windows * (query_s + trial.entry_s * depth) * (1.5 if job.filters else 1.0)
@@ -184,7 +186,7 @@ def _read_s(job: DatastoreJob, machine: Machine) -> float:
     """Seconds of the readers: every sample gives every window a prompt of its own, at most."""
     samples = sum(job.seeds if share < 1 else 1 for share in job.shares)
     prompts = job.windows * (1 + samples * (2 if job.filters else 1))
-    tokens = job.window + _TOKENS * job.passage_words * job.retrieval.k
+    tokens = job.window + _TOKENS * job.passage_words * job.k
     weights = sum(active_parameters(resolve(name)) for name in job.readers)
     cores = machine.device.num_cores or 1
     peak = machine.device.peak_flops.get("fp32", 1e11 * cores) * min(job.threads, cores) / cores
