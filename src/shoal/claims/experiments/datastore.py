@@ -158,4 +158,4 @@ def _mapped(text: LocalText, count: int, *, heldout: bool = False) -> PassageMap
 
 def _folded(losses: list[float]) -> list[float]:
     """Perplexities of parts of the windows."""
-    return [math.exp(float(np.mean(losses[at::_FOLDS]))) for at in range(_FOLDS)]
+    return [math.exp(float(np.mean(losses[at::_FOLDS]))) for at in range(min(_FOLDS, len(losses)))]
