@@ -12,10 +12,8 @@ beside the bare large one, takes another sample than was indexed, and builds an 
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,25 +21,18 @@ from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.datastore_arms import (
     READERS,
-    WINDOW,
     LocalText,
     SweepArms,
+    folded,
     local_text,
+    mapped,
+    reader_losses,
     reader_of,
     same_lists,
-    size_losses,
-    spearman,
-    surviving_runs,
 )
 from shoal.core.parts import Choice, part
-from shoal.core.scratch import scratch_directory
-from shoal.fields.retrieve.datastore import RetrievalOptions, StoreSweep, build_datastore
-from shoal.fields.retrieve.datastore.execute import texts_of
-from shoal.fields.retrieve.datastore.passages import PassageMap, map_passages
 
 _METHODS = {"bm25": Choice(name="bm25"), "dense": Choice(name="dense")}
-# A ratio of perplexities is a sample of each of so many parts of the windows.
-_FOLDS = 6
 
 
 @part
@@ -68,8 +59,8 @@ class DatastoreClaim(BaseClaim, row=74, needs=("torch", "pyarrow")):
         """Lists beside those of rebuilt indexes; the full run reads, and times."""
         text = local_text(150_000 if run.quick else self.words)
         run.details["words"] = text.words
-        passages = _mapped(text, 300 if run.quick else self.timed)
-        asked = _mapped(text, self.queries, heldout=True)
+        passages = mapped(text, 300 if run.quick else self.timed)
+        asked = mapped(text, self.queries, heldout=True)
         queries = asked.texts(np.arange(len(asked)))
         same, shards = same_lists(passages, queries, _METHODS["dense"], run.pick(1, 2))
         run.put("same_as_rebuilt", same)
@@ -92,70 +83,20 @@ class DatastoreClaim(BaseClaim, row=74, needs=("torch", "pyarrow")):
         }
         found = {
             method: run.remember(
-                f"losses {method}", partial(self._losses, run, text, readers, method)
+                f"losses {method}",
+                partial(reader_losses, text, readers, choice, self.windows, run.progress),
             )
-            for method in _METHODS
+            for method, choice in _METHODS.items()
         }
         for method, one in found.items():
             run.put(f"growth_{method}", one[run.pick("growth", "random_growth")])
         run.put("survivors", sum(one["survivors"] for one in found.values()))
         best = found["bm25"]
-        small = _folded(best[run.pick("whole", "bare")])
-        run.put("small_over_large", small, _folded(best["large"]))
+        small = folded(best[run.pick("whole", "bare")])
+        run.put("small_over_large", small, folded(best["large"]))
         run.details["losses"] = found
 
     def _reader(self, run: ClaimRun, text: LocalText, name: str) -> Path:
         return reader_of(
             name, text, self.prompts, run.seed, lambda done, what: run.progress(what, done / 2)
         )
-
-    def _losses(
-        self, run: ClaimRun, text: LocalText, readers: dict[str, Path], method: str
-    ) -> dict[str, Any]:
-        """Losses of the readers with and without a datastore, as JSON."""
-        from shoal.fields.retrieve.datastore.windows import PassageReader, eval_windows
-
-        small, large = (PassageReader(readers[name], threads=2) for name in ("small", "large"))
-        windows = eval_windows(
-            text.heldout, small.tokenizer, window=WINDOW, stride=WINDOW // 2, most=self.windows
-        )
-        with scratch_directory("datastore") as root:
-            store = build_datastore(
-                root / "store", text.stored, method=_METHODS[method], tokenizer=readers["small"]
-            )
-            run.progress(f"{method}: searching", 0.5)
-            sweep = StoreSweep(
-                store, [one.query for one in windows], against=[one.text for one in windows],
-                options=RetrievalOptions(),
-            )  # fmt: skip
-            run.progress(f"{method}: reading", 0.55)
-            ours = size_losses(sweep, store.passages, small, windows, 3)
-            drawn = size_losses(sweep, store.passages, small, windows, 3, random=True)
-            texts = texts_of(store.passages, sweep.first())
-            bare: list[tuple[str, ...]] = [()] * len(windows)
-            return {
-                **ours,
-                "growth": spearman(ours["points"]),
-                "random_growth": spearman(drawn["points"]),
-                "random_points": drawn["points"],
-                "survivors": surviving_runs(texts, windows),
-                "overlap": sweep.overlap,
-                "bare": small.losses(windows, bare).tolist(),
-                "large": large.losses(windows, bare).tolist(),
-                "large_whole": large.losses(windows, texts).tolist(),
-                "parameters": [small.parameters, large.parameters],
-                "passages": len(store),
-            }
-
-
-def _mapped(text: LocalText, count: int, *, heldout: bool = False) -> PassageMap:
-    """Passages that lie evenly in what is stored, or in what is held out."""
-    files = text.heldout if heldout else text.stored[:: max(1, len(text.stored) // count)]
-    rows = map_passages(files, 256)
-    chosen = np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int))
-    return PassageMap(files, [one.path.stat().st_size for one in files], rows[chosen])
-
-
-def _folded(losses: list[float]) -> list[float]:
-    """Perplexities of parts of the windows."""
-    return [math.exp(float(np.mean(losses[at::_FOLDS]))) for at in range(min(_FOLDS, len(losses)))]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from shoal.fields.retrieve.datastore import (
 )
 from shoal.fields.retrieve.datastore.execute import texts_of
 from shoal.fields.retrieve.datastore.lists import passing
-from shoal.fields.retrieve.datastore.passages import PassageMap, TextFile
+from shoal.fields.retrieve.datastore.passages import PassageMap, TextFile, map_passages
 from shoal.fields.retrieve.datastore.windows import (
     EvalWindow,
     PassageReader,
@@ -49,6 +50,8 @@ WINDOW, _PROMPT, _PASSAGES = 1024, 3584, 3
 # Peak learning rate, steps in which it rises, and the share of the steps in which it falls.
 _LR, _WARM, _FALLING = 3e-3, 60, 0.3
 _LEAST, _MOST = 2_000, 200_000
+# A ratio of perplexities is a sample of each of so many parts of the windows.
+_FOLDS = 6
 # Passages of a list of an index that is built for one sample: few are dropped.
 _SHALLOW = 30
 
@@ -367,3 +370,65 @@ def same_lists(
             same.append((ours == theirs).all(axis=1).mean())
         shards.append((cut.search(queries, 50).ids == whole.search(queries, 50).ids).all(axis=1))
     return float(np.mean(same)), float(np.mean(shards))
+
+
+def reader_losses(
+    text: LocalText,
+    readers: Mapping[str, Path],
+    method: Choice,
+    most: int,
+    say: Callable[[str, float], None],
+) -> dict[str, Any]:
+    """Losses of the readers with and without a datastore, as JSON.
+
+    Args:
+        text: of which one part is stored, and another judged.
+        readers: directories of ``small`` and ``large``.
+        method: how passages are found.
+        most: windows.
+        say: called with what is being done.
+    """
+    small, large = (PassageReader(readers[name], threads=2) for name in ("small", "large"))
+    windows = eval_windows(
+        text.heldout, small.tokenizer, window=WINDOW, stride=WINDOW // 2, most=most
+    )
+    with scratch_directory("datastore") as root:
+        store = build_datastore(
+            root / "store", text.stored, method=method, tokenizer=readers["small"]
+        )
+        say(f"{method}: searching", 0.5)
+        sweep = StoreSweep(
+            store, [one.query for one in windows], against=[one.text for one in windows],
+            options=RetrievalOptions(),
+        )  # fmt: skip
+        say(f"{method}: reading", 0.55)
+        ours = size_losses(sweep, store.passages, small, windows, 3)
+        drawn = size_losses(sweep, store.passages, small, windows, 3, random=True)
+        texts = texts_of(store.passages, sweep.first())
+        bare: list[tuple[str, ...]] = [()] * len(windows)
+        return {
+            **ours,
+            "growth": spearman(ours["points"]),
+            "random_growth": spearman(drawn["points"]),
+            "random_points": drawn["points"],
+            "survivors": surviving_runs(texts, windows),
+            "overlap": sweep.overlap,
+            "bare": small.losses(windows, bare).tolist(),
+            "large": large.losses(windows, bare).tolist(),
+            "large_whole": large.losses(windows, texts).tolist(),
+            "parameters": [small.parameters, large.parameters],
+            "passages": len(store),
+        }
+
+
+def mapped(text: LocalText, count: int, *, heldout: bool = False) -> PassageMap:
+    """Passages that lie evenly in what is stored, or in what is held out."""
+    files = text.heldout if heldout else text.stored[:: max(1, len(text.stored) // count)]
+    rows = map_passages(files, 256)
+    chosen = np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int))
+    return PassageMap(files, [one.path.stat().st_size for one in files], rows[chosen])
+
+
+def folded(losses: list[float]) -> list[float]:
+    """Perplexities of parts of the windows."""
+    return [math.exp(float(np.mean(losses[at::_FOLDS]))) for at in range(min(_FOLDS, len(losses)))]
