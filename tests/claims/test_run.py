@@ -317,6 +317,7 @@ def test_catalogue_has_every_system_once() -> None:
         75: "hstu",
         44: "squash",
         57: "graphvite",
+        74: "datastore",
         59: "fastrp",
         38: "communities",
         101: "lcm",

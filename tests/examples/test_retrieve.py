@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,18 @@ PLACE = Path(__file__).parents[2] / "examples" / "retrieve"
 
 
 def test_none_is_missed() -> None:
-    assert [path.stem for path in PLACE.glob("*.py")] == ["rag"]
+    assert sorted(path.stem for path in PLACE.glob("*.py")) == ["lookup", "rag"]
 
 
-@pytest.mark.slow
-def test_an_answer_has_sources(tmp_path: Path) -> None:
-    """A tiny model makes vectors and text; it knows nothing, and the words find the passage."""
+def program(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, PLACE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def tiny_model(place: Path) -> Path:
     from shoal.corpora.tokenizer import train
     from shoal.model import huggingface
     from shoal.model.config import ModelConfig
@@ -31,17 +38,32 @@ def test_an_answer_has_sources(tmp_path: Path) -> None:
     )  # fmt: skip
     model = Transformer(config)
     init_weights(model, seed=3)
-    huggingface.write(tmp_path / "model", model)
-    train([""], 257).save(str(tmp_path / "model" / "tokenizer.json"))
+    huggingface.write(place / "model", model)
+    train([""], 257).save(str(place / "model" / "tokenizer.json"))
+    return place / "model"
+
+
+@pytest.mark.slow
+def test_a_text_goes_on_behind_what_is_stored(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "sea.md").write_text("The sea is salt. Tides follow the moon.")
+    (folder / "bread.md").write_text("Bread is baked of flour, water and salt.")
+    said, places = program("lookup").main(
+        str(tiny_model(tmp_path)), str(folder), "What do tides follow?", k=1
+    )
+    assert isinstance(said, str) and places == ["sea.md, byte 0"]
+
+
+@pytest.mark.slow
+def test_an_answer_has_sources(tmp_path: Path) -> None:
+    """A tiny model makes vectors and text; it knows nothing, and the words find the passage."""
+    model = tiny_model(tmp_path)
     folder = tmp_path / "docs"
     folder.mkdir()
     (folder / "sea.md").write_text("The sea is salt.\n\nTides follow the moon.\n")
     (folder / "bread.txt").write_text("Bread is baked of flour, water and salt.\n\nServe it warm.")
-    spec = importlib.util.spec_from_file_location("rag", PLACE / "rag.py")
-    assert spec is not None and spec.loader is not None
-    rag = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(rag)
-    answer, sources = rag.main(str(tmp_path / "model"), str(folder), "What do tides follow?")
+    answer, sources = program("rag").main(str(model), str(folder), "What do tides follow?")
     assert isinstance(answer, str) and len(sources) == 3
     # First by its words, which no other passage has, and somewhere by its vector.
     assert sources[0] == "sea.md, paragraph 2"

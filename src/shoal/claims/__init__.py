@@ -82,6 +82,7 @@ CLAIMS = PartTable(
         "fuyou": "shoal.claims.experiments.fuyou:FuyouClaim",
         "curator": "shoal.claims.experiments.curator:CuratorClaim",
         "hstu": "shoal.claims.experiments.hstu:HSTUClaim",
+        "datastore": "shoal.claims.experiments.datastore:DatastoreClaim",
         "squash": "shoal.claims.experiments.squash:SquashClaim",
         "fastrp": "shoal.claims.experiments.fastrp:FastRPClaim",
         "gnnpipe": "shoal.claims.experiments.gnnpipe:GNNPipeClaim",

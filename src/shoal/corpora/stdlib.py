@@ -33,7 +33,7 @@ class Stdlib:
         Raises:
             DataError: the interpreter has no readable source.
         """
-        for name, path in self._files():
+        for name, path in self.files():
             place = split_of(name)
             if split in (None, place):
                 yield Document(name, _read(path).decode("utf-8", "replace"), place)
@@ -45,7 +45,7 @@ class Stdlib:
             DataError: the interpreter has no readable source.
         """
         digest = hashlib.sha256()
-        for name, path in self._files():
+        for name, path in self.files():
             data = _read(path)
             digest.update(f"{name}\0{len(data)}\0".encode())
             digest.update(data)
@@ -53,13 +53,18 @@ class Stdlib:
 
     def num_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(path.stat().st_size for _, path in self._files())
+        return sum(path.stat().st_size for _, path in self.files())
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Tokens come from memory-mapped shards, 2 bytes each once they are cached."""
         return data_time(work, machine, bytes_per_token=2)
 
-    def _files(self) -> list[tuple[str, Path]]:
+    def files(self) -> list[tuple[str, Path]]:
+        """(relative path, file) of each, by relative path.
+
+        Raises:
+            DataError: the interpreter has no readable source.
+        """
         root = Path(sysconfig.get_path("stdlib"))
         results = [(path.relative_to(root), path) for path in root.rglob("*.py")]
         files = sorted(

@@ -27,6 +27,7 @@ JOBS = PartTable(
         "recommend": "shoal.fields.retrieve.recommend.kind:RecommendKind",
         "search": "shoal.fields.retrieve.search.kind:SearchKind",
         "search_functions": "shoal.fields.retrieve.serverless.kind:SearchFunctionsKind",
+        "datastore": "shoal.fields.retrieve.datastore.kind:DatastoreKind",
         "embed_nodes": "shoal.fields.graph.embedding.kind:EmbedNodesKind",
         "communities": "shoal.fields.graph.communities.kind:CommunitiesKind",
         "train_deep_gnn": "shoal.fields.graph.deep.kind:TrainDeepGnnKind",

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.core.errors import DataError
 from shoal.core.extras import import_extra
 from shoal.core.files import write_atomic
 from shoal.fields.retrieve.index.protocols import Metric
@@ -28,3 +29,21 @@ def save_vectors(directory: Path, vectors: np.ndarray, metric: Metric, **more: n
     )
     write_atomic(directory / "index.safetensors", text)
     return "index.safetensors"
+
+
+def load_vectors(directory: Path) -> np.ndarray:
+    """The vectors of ``index.safetensors``, float32 [N, d].
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    safe: Any = import_extra("safetensors", extra="run", purpose="files of indexes")
+    path = directory / "index.safetensors"
+    try:
+        with safe.safe_open(path, "np") as file:
+            vectors: np.ndarray = file.get_tensor("vectors")
+    except (OSError, KeyError, ValueError, safe.SafetensorError) as cause:
+        raise DataError(f"{path}: cannot be read ({cause}); build the index again") from cause
+    if vectors.dtype != np.float32 or vectors.ndim != 2:
+        raise DataError(f"{path}: {vectors.dtype} {list(vectors.shape)}; expected float32 [N, d]")
+    return vectors

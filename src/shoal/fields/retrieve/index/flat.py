@@ -11,7 +11,7 @@ import numpy as np
 
 from shoal.core.parts import part
 from shoal.fields.retrieve.index.exact import exact_neighbours
-from shoal.fields.retrieve.index.files import save_vectors
+from shoal.fields.retrieve.index.files import load_vectors, save_vectors
 from shoal.fields.retrieve.index.protocols import BuiltIndex, Hits, IndexGrowth, Metric
 
 
@@ -29,6 +29,10 @@ class Flat:
     def build(self, vectors: np.ndarray, metric: Metric, *, seed: int, threads: int) -> BuiltIndex:
         """Keep the vectors."""
         return _FlatVectors(vectors, metric)
+
+    def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
+        """Read the vectors."""
+        return _FlatVectors(load_vectors(directory), metric)
 
 
 @dataclass

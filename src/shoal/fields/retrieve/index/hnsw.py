@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Le
 
 from shoal.core.parts import part
 from shoal.fields.retrieve.index.protocols import BuiltIndex, IndexGrowth, Metric
-from shoal.fields.retrieve.index.with_faiss import FaissIndex, faiss, metric_of
+from shoal.fields.retrieve.index.with_faiss import FaissIndex, faiss, metric_of, read_faiss
 
 
 @part
@@ -43,9 +44,15 @@ class Hnsw:
         index.hnsw.efConstruction = self.effort_build
         index.hnsw.rng = library.RandomGenerator(seed + 1)
         index.add(vectors)
-        return FaissIndex(
-            index,
-            metric,
-            lambda effort: library.SearchParametersHNSW(efSearch=round(effort)),
-            threads,
-        )
+        return _walked(index, metric, threads)
+
+    def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
+        """Read the file of faiss."""
+        return _walked(read_faiss(directory), metric, threads)
+
+
+def _walked(index: Any, metric: Metric, threads: int) -> FaissIndex:
+    def options(effort: float) -> Any:
+        return faiss().SearchParametersHNSW(efSearch=round(effort))
+
+    return FaissIndex(index, metric, options, threads)

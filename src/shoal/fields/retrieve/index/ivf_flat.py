@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Le
@@ -15,7 +16,7 @@ from shoal.fields.retrieve.index.protocols import (
     Metric,
     VectorIndexError,
 )
-from shoal.fields.retrieve.index.with_faiss import FaissIndex, faiss, metric_of
+from shoal.fields.retrieve.index.with_faiss import FaissIndex, faiss, metric_of, read_faiss
 
 # Vectors that k-means learns each cell from.
 _EACH = 64
@@ -24,6 +25,21 @@ _EACH = 64
 def num_cells(vectors: int) -> int:
     """The cells that are usual for so many vectors."""
     return max(1, min(round(4 * math.sqrt(vectors)), vectors // 39 or 1))
+
+
+def visiting(index: Any, metric: Metric, threads: int) -> FaissIndex:
+    """An index of faiss in cells, of which more effort visits more.
+
+    Args:
+        index: that has its vectors.
+        metric: of it.
+        threads: of a search.
+    """
+
+    def options(effort: float) -> Any:
+        return faiss().SearchParametersIVF(nprobe=min(index.nlist, round(effort)))
+
+    return FaissIndex(index, metric, options, threads)
 
 
 @part
@@ -60,9 +76,8 @@ class IvfFlat:
         index.cp.min_points_per_centroid = 1
         index.train(vectors)
         index.add(vectors)
-        return FaissIndex(
-            index,
-            metric,
-            lambda effort: library.SearchParametersIVF(nprobe=min(cells, round(effort))),
-            threads,
-        )
+        return visiting(index, metric, threads)
+
+    def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
+        """Read the file of faiss."""
+        return visiting(read_faiss(directory), metric, threads)

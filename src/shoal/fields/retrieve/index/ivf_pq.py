@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Le
 
 from shoal.core.parts import part
-from shoal.fields.retrieve.index.ivf_flat import IvfFlat, num_cells
+from shoal.fields.retrieve.index.ivf_flat import IvfFlat, num_cells, visiting
 from shoal.fields.retrieve.index.protocols import (
     BuiltIndex,
     IndexGrowth,
     Metric,
     VectorIndexError,
 )
-from shoal.fields.retrieve.index.with_faiss import FaissIndex, faiss, metric_of
+from shoal.fields.retrieve.index.with_faiss import faiss, metric_of, read_faiss
 
 # Vectors that 256 codes are learned from.
 _LEAST = 256
@@ -65,12 +66,11 @@ class IvfPq:
         index.cp.min_points_per_centroid = index.pq.cp.min_points_per_centroid = 1
         index.train(vectors)
         index.add(vectors)
-        return FaissIndex(
-            index,
-            metric,
-            lambda effort: library.SearchParametersIVF(nprobe=min(cells, round(effort))),
-            threads,
-        )
+        return visiting(index, metric, threads)
+
+    def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
+        """Read the file of faiss."""
+        return visiting(read_faiss(directory), metric, threads)
 
 
 def _divides(codes: int, dim: int) -> bool:

@@ -90,3 +90,15 @@ class VectorIndex(Protocol):
         Raises:
             VectorIndexError: there are too few.
         """
+
+    def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
+        """The index that :meth:`BuiltIndex.save` has written.
+
+        Args:
+            directory: where.
+            metric: with which it was built.
+            threads: for searching.
+
+        Raises:
+            ShoalError: the files are missing or damaged.
+        """

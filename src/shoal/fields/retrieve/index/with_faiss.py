@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.core.errors import DataError
 from shoal.core.extras import import_extra
 from shoal.core.files import write_atomic
 from shoal.fields.retrieve.index.protocols import Hits, Metric
@@ -26,6 +27,19 @@ def faiss() -> Any:
 def metric_of(metric: Metric) -> int:
     """Faiss's number of a metric."""
     return int(faiss().METRIC_L2 if metric == "l2" else faiss().METRIC_INNER_PRODUCT)
+
+
+def read_faiss(directory: Path) -> Any:
+    """The index of ``index.faiss``.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    path = directory / "index.faiss"
+    try:
+        return faiss().read_index(str(path))
+    except RuntimeError as cause:
+        raise DataError(f"{path}: cannot be read; build the index again") from cause
 
 
 @dataclass

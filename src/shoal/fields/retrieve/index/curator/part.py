@@ -52,6 +52,10 @@ class SharedTree:
         index.add(np.arange(len(vectors)), vectors, tenant=0)
         return _OneTenant(index, threads)
 
+    def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
+        """Read tree, vectors and owners."""
+        return _OneTenant(CuratorIndex.load(directory / "index.safetensors"), threads)
+
 
 @dataclass
 class _OneTenant:

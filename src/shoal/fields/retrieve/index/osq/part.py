@@ -11,7 +11,7 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 
 from shoal.core.parts import part
-from shoal.fields.retrieve.index.osq.files import save_index
+from shoal.fields.retrieve.index.osq.files import load_index, save_index
 from shoal.fields.retrieve.index.osq.index import OSQIndex
 from shoal.fields.retrieve.index.protocols import BuiltIndex, Hits, IndexGrowth, Metric
 
@@ -48,6 +48,10 @@ class ScalarSegments:
         index = OSQIndex(self.bits_per_dim, parts, metric=metric, seed=seed)
         index.build(vectors, threads=threads)
         return _Segments(index, threads)
+
+    def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
+        """Read the files of the parts."""
+        return _Segments(load_index(directory / "osq"), threads)
 
 
 @dataclass
