@@ -144,6 +144,7 @@ KINDS: dict[str, str] = {
     "recommender": "shoal.fields.retrieve.recommend:RECOMMENDERS",
     "search_method": "shoal.fields.retrieve.search:SEARCH_METHODS",
     "embedder": "shoal.fields.retrieve.search:EMBEDDERS",
+    "tower_training": "shoal.fields.retrieve.towers:TOWER_TRAININGS",
     "node_embedder": "shoal.fields.graph:NODE_EMBEDDERS",
     "community_expander": "shoal.fields.graph.communities:COMMUNITY_EXPANDERS",
     "aggregator": "shoal.fields.graph:AGGREGATORS",
