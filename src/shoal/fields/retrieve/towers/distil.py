@@ -160,7 +160,7 @@ def error_bounds(student_QD: np.ndarray, teacher_QD: np.ndarray) -> np.ndarray:
         teacher_QD: the same queries' of the teacher.
     """
     gaps = np.asarray(student_QD, np.float64) - np.asarray(teacher_QD, np.float64)
-    return np.linalg.norm(gaps, axis=1)
+    return np.asarray(np.linalg.norm(gaps, axis=1))
 
 
 def unchanged(
@@ -186,4 +186,5 @@ def unchanged(
     best = -np.partition(-teacher, (k - 1, k), axis=1)
     # Lengths are 1 but for rounding.
     longest = float(np.linalg.norm(documents_ND.astype(np.float64), axis=1).max())
-    return best[:, k - 1] - best[:, k] > 2 * longest * error_bounds(student_QD, teacher_QD)
+    moved = 2 * longest * error_bounds(student_QD, teacher_QD)
+    return np.asarray(best[:, k - 1] - best[:, k] > moved)

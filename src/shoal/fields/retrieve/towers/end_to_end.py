@@ -52,16 +52,17 @@ def pair_cost(task: TowerTask, backbone: str, pairs: int, rates: TowerRates) -> 
     documents = task.epochs + mines * task.hard_share
     learned = pairs * (task.epochs * task.query_length + documents * task.document_length)
     looked = mines * pairs * (task.query_length + task.document_length)
-    shape = config.shape()
     batch = min(task.batch, pairs)
+    # Each has two towers.
+    steps = 2.0 * task.epochs * (pairs // batch)
     states = batch * (task.query_length + (1 + task.hard_share) * task.document_length)
-    count = 2 * parameters(shape)
+    count = 2 * parameters(config.shape())
     # Weights, gradients and two moments; about twenty numbers of each token and layer are kept.
     memory = 16.0 * count + 4 * states * config.num_layers * (
         8 * config.hidden + 4 * config.ffn_hidden
     )
     return TowerCost(
-        train_s=rates.trained_s(config, learned) + rates.trained_s(config, looked, backward=False),
+        train_s=rates.trained_s(config, learned, steps) + rates.seen_s(config, looked),
         parameters=count,
         memory_bytes=memory + 4.0 * pairs * config.hidden * 2,
         query_s=rates.encode_s(config, task.query_length),

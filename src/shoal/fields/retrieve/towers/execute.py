@@ -16,9 +16,9 @@ from shoal.core.scratch import scratch_directory
 from shoal.fields.retrieve.towers.distil import error_bounds, unchanged
 from shoal.fields.retrieve.towers.job import TrainTowersJob
 from shoal.fields.retrieve.towers.pair import TowerPair, vectors_digest
-from shoal.fields.retrieve.towers.pairs import TextPairs, load_pairs, write_pairs
+from shoal.fields.retrieve.towers.pairs import load_pairs, write_pairs
 from shoal.fields.retrieve.towers.planning import split_of
-from shoal.fields.retrieve.towers.protocols import Tick, TowerTraining
+from shoal.fields.retrieve.towers.protocols import TextPairs, Tick, TowerTraining
 from shoal.fields.running import RunOutcome, RunProgress
 
 if TYPE_CHECKING:

@@ -77,7 +77,9 @@ def read_pairs(data: str, *, seed: int = 0) -> TextPairs:
     if count is not None:
         rows, loose = _local(count, seed)
     elif path.is_file() and _is_pairs(path):
-        rows, loose = list(_lines(path)), []
+        given = load_pairs(path)
+        rows = list(zip(given.queries, given.documents, strict=True))
+        loose = list(given.unlabelled)
     else:
         found = read_documents(data)
         bodies = found.bodies()

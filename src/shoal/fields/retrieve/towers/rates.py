@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import PositiveFloat
 
 from shoal.core.config import Value
 from shoal.fields.rates import least_seconds, machine_rates
@@ -14,8 +14,8 @@ from shoal.model.config import ModelConfig
 
 # A core of the machine on which the described rates were timed.
 _CORE_FLOPS = 8e10
-# Backbones that are timed, the tokens of a timed step, and words of a tokenizer.
-_NARROW, _WIDE, _TEXTS, _TOKENS, _VOCAB = "2x128", "4x384", 64, 32, 1000
+# Backbones that are timed: layers alone, narrow ones, wide ones. Texts and tokens of a step.
+_TINY, _NARROW, _WIDE, _TEXTS, _TOKENS, _VOCAB = "4x32", "2x128", "4x384", 64, 32, 1000
 # Forward and backward over forward.
 _BOTH = 3
 
@@ -26,6 +26,7 @@ class TowerRates(Value):
     Args:
         narrow_s: of a training step for each FLOP of its products, at width 128 and below.
         wide_s: the same at width 384 and above.
+        step_layer_s: of each layer of a tower in a training step, however small it is.
         layer_s: of each layer of a single query, whatever its width.
         query_s: of a single query for each FLOP.
         spread: relative error of what they say.
@@ -33,7 +34,8 @@ class TowerRates(Value):
 
     narrow_s: PositiveFloat = 1.2e-11
     wide_s: PositiveFloat = 4e-12
-    layer_s: NonNegativeFloat = 3e-4
+    step_layer_s: PositiveFloat = 3e-3
+    layer_s: PositiveFloat = 3e-4
     query_s: PositiveFloat = 3e-11
     spread: PositiveFloat = 0.35
 
@@ -42,10 +44,14 @@ class TowerRates(Value):
         share = np.clip((config.hidden - 128) / (384 - 128), 0, 1)
         return float(self.narrow_s + share * (self.wide_s - self.narrow_s))
 
-    def trained_s(self, config: ModelConfig, tokens: float, *, backward: bool = True) -> float:
-        """Seconds in which tokens go through a backbone, and gradients back."""
+    def trained_s(self, config: ModelConfig, tokens: float, steps: float) -> float:
+        """Seconds in which tokens go through a backbone and gradients back, in so many steps."""
         flops = 2.0 * block_parameters(config) * tokens
-        return flops * self.step_s(config) * (_BOTH if backward else 1)
+        return _BOTH * flops * self.step_s(config) + steps * config.num_layers * self.step_layer_s
+
+    def seen_s(self, config: ModelConfig, tokens: float) -> float:
+        """Seconds in which tokens of many texts go through a backbone."""
+        return 2.0 * block_parameters(config) * tokens * self.step_s(config)
 
     def encode_s(self, config: ModelConfig, tokens: int) -> float:
         """Seconds to encode one query alone."""
@@ -59,41 +65,53 @@ def tower_rates(machine: Machine, precision: Precision) -> TowerRates:
     Raises:
         ConfigError: the file of what was timed is damaged.
     """
-    return machine_rates(
-        machine, f"tower-rates-{precision}.json", TowerRates(), lambda: _timed(precision),
-        _CORE_FLOPS,
-    )  # fmt: skip
+    file = f"tower-rates-{precision}.json"
+    return machine_rates(machine, file, TowerRates(), lambda: _timed(precision), _CORE_FLOPS)
 
 
 def _timed(precision: Precision) -> TowerRates:
+    from shoal.kernel.threads import torch_threads
+
+    with torch_threads(1):
+        tiny_s, tiny_query_s = _seconds(_TINY, precision, texts=2, tokens=4)
+        narrow_s, _ = _seconds(_NARROW, precision, texts=_TEXTS, tokens=_TOKENS)
+        wide_s, wide_query_s = _seconds(_WIDE, precision, texts=_TEXTS, tokens=_TOKENS)
+    tiny = tower_config(_TINY, _VOCAB, _TOKENS)
+    narrow, wide = (tower_config(one, _VOCAB, _TOKENS) for one in (_NARROW, _WIDE))
+    # A step has two towers.
+    step_layer_s, layer_s = tiny_s / (2 * tiny.num_layers), tiny_query_s / tiny.num_layers
+
+    def by_flop(seconds: float, config: ModelConfig, passes: int, overhead: float) -> float:
+        own = max(seconds - config.num_layers * overhead, 0.1 * seconds)
+        return own / (2.0 * block_parameters(config) * passes)
+
+    passes = _BOTH * 2 * _TEXTS * _TOKENS
+    return TowerRates(
+        narrow_s=by_flop(narrow_s, narrow, passes, 2 * step_layer_s),
+        wide_s=by_flop(wide_s, wide, passes, 2 * step_layer_s),
+        step_layer_s=step_layer_s,
+        layer_s=layer_s,
+        query_s=by_flop(wide_query_s, wide, _TOKENS, layer_s),
+    )
+
+
+def _seconds(
+    backbone: str, precision: Precision, *, texts: int, tokens: int
+) -> tuple[float, float]:
+    """Seconds of a training step of two towers, and of a query alone."""
+    from shoal.corpora.tokenizer import train
     from shoal.fields.retrieve.towers.contrastive import PairTraining
     from shoal.fields.retrieve.towers.pair import TowerPair
     from shoal.fields.retrieve.towers.tower import TextTower, TowerSettings
-    from shoal.kernel.threads import torch_threads
 
     rng = np.random.default_rng(0)
-    rows = list(rng.integers(0, _VOCAB, (_TEXTS, _TOKENS)).astype(np.int32))
-    task = TowerTask(precision=precision)
-    step, one, flops, layers = {}, {}, {}, {}
-    with torch_threads(1):
-        for backbone in (_NARROW, _WIDE):
-            config = tower_config(backbone, _VOCAB, _TOKENS)
-            settings = TowerSettings(dim=config.hidden, length=_TOKENS, prompt="", pooling="mean")
-            towers = [TextTower.fresh(config, None, settings, 0) for _ in range(2)]
-            learning = PairTraining(task, TowerPair(*towers))
-            learning.step(rows, rows, 0.5)
-            seconds, _ = least_seconds(lambda one=learning: one.step(rows, rows, 0.5))
-            each = 2.0 * block_parameters(config)
-            step[backbone] = seconds / (_BOTH * each * 2 * _TEXTS * _TOKENS)
-            towers[0].encode_tokens(rows[:1])
-            one[backbone], _ = least_seconds(
-                lambda one=towers[0]: one.encode_tokens(rows[:1]), times=9
-            )
-            flops[backbone], layers[backbone] = each * _TOKENS, config.num_layers
-    # Two towers, two unknown numbers.
-    matrix = np.array([[layers[name], flops[name]] for name in (_NARROW, _WIDE)])
-    layer_s, query_s = np.linalg.solve(matrix, [one[name] for name in (_NARROW, _WIDE)])
-    return TowerRates(
-        narrow_s=step[_NARROW], wide_s=step[_WIDE],
-        layer_s=max(float(layer_s), 0.0), query_s=max(float(query_s), 1e-13),
-    )  # fmt: skip
+    rows = list(rng.integers(0, _VOCAB, (texts, tokens)).astype(np.int32))
+    config = tower_config(backbone, _VOCAB, tokens)
+    settings = TowerSettings(dim=config.hidden, length=tokens, prompt="", pooling="mean")
+    tokenizer = train(["no text is timed"], 300)
+    pair = TowerPair(*(TextTower.fresh(config, tokenizer, settings, 0) for _ in range(2)))
+    learning = PairTraining(TowerTask(precision=precision), pair)
+    learning.step(rows, rows, 0.5)
+    step_s, _ = least_seconds(lambda: learning.step(rows, rows, 0.5))
+    query_s, _ = least_seconds(lambda: pair.query.encode_tokens(rows[:1]), times=9)
+    return step_s, query_s

@@ -51,11 +51,11 @@ class TwoStage:
         """Stage 1 with large towers, then queries through the large one and often the small."""
         first = pair_cost(task, task.large, pairs, rates)
         large, small = config_of(task, task.large), config_of(task, task.small)
-        tokens = float((pairs + unlabelled) * task.query_length)
-        second_s = rates.trained_s(large, tokens, backward=False) + rates.trained_s(
-            small, tokens * self.epochs
-        )
-        kept = 4.0 * (pairs + unlabelled) * large.hidden
+        count = pairs + unlabelled
+        tokens = float(count * task.query_length)
+        steps = self.epochs * max(count // self.batch, 1)
+        second_s = rates.seen_s(large, tokens) + rates.trained_s(small, tokens * self.epochs, steps)
+        kept = 4.0 * count * large.hidden
         return TowerCost(
             train_s=(0.0 if self.teacher else first.train_s) + second_s,
             parameters=first.parameters,
