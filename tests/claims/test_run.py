@@ -314,6 +314,7 @@ def test_catalogue_has_every_system_once() -> None:
         47: "fasterpam",
         84: "curator",
         75: "hstu",
+        78: "scalingnote",
         44: "squash",
         59: "fastrp",
         38: "communities",

@@ -100,9 +100,11 @@ def fresh_pair(task: TowerTask, backbone: str, pairs: TextPairs) -> TowerPair:
             huggingface.read(directory, torch.float32, packed=False), tokenizer, settings
         )
     for_documents = {"length": task.document_length, "prompt": task.document_prompt}
-    document = TextTower(
-        copy.deepcopy(query.backbone), tokenizer, settings.model_copy(update=for_documents)
-    )
+    settings = settings.model_copy(update=for_documents)
+    backbone_too = query.backbone if task.shared else copy.deepcopy(query.backbone)
+    document = TextTower(backbone_too, tokenizer, settings)
+    if task.shared:
+        document.head = query.head
     return TowerPair(query, document)
 
 

@@ -56,7 +56,7 @@ def pair_cost(task: TowerTask, backbone: str, pairs: int, rates: TowerRates) -> 
     # Each has two towers.
     steps = 2.0 * task.epochs * (pairs // batch)
     states = batch * (task.query_length + (1 + task.hard_share) * task.document_length)
-    count = 2 * parameters(config.shape())
+    count = (1 if task.shared else 2) * parameters(config.shape())
     # Weights, gradients and two moments; about twenty numbers of each token and layer are kept.
     memory = 16.0 * count + 4 * states * config.num_layers * (
         8 * config.hidden + 4 * config.ffn_hidden

@@ -59,6 +59,7 @@ class TowerTask(Value):
         query_prompt: stands before each query.
         document_prompt: stands before each document.
         pooling: a text's vector is the mean of its tokens' states, or the state of the last.
+        shared: both towers have the same weights, and differ in prompt and length.
         epochs: passes over the pairs.
         batch: pairs of a step, of all ranks together.
         lr: peak learning rate of AdamW at width 128; it falls with the root of the width.
@@ -78,6 +79,7 @@ class TowerTask(Value):
     query_prompt: str = "title: "
     document_prompt: str = "body: "
     pooling: Pooling = "mean"
+    shared: bool = True
     epochs: PositiveInt = 2
     batch: PositiveInt = 128
     lr: Annotated[float, Gt(0)] = 2e-3
