@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from own_home import own_home
 
+from own_home import own_home
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.parts import Choice, table
 from shoal.core.random import generator
@@ -389,8 +389,10 @@ def test_search_embeds_with_towers(pair, tmp_path):
     np.testing.assert_array_equal(embedder.embed(["bal den"]), pair.encode_document(["bal den"]))
     with pytest.raises(SearchError, match="expected words"):
         embedder.embed([" "])
-    with pytest.raises(SearchError, match="no towers"):
-        table("embedder").build({"name": "tower", "directory": str(tmp_path)}).dim_of(0)
+    assert table("embedder").build({"name": "tower", "directory": "none"}).dim_of(7) == 7
+    (tmp_path / "towers" / "document" / "tower.json").write_text("{}")
+    with pytest.raises(SearchError, match="damaged"):
+        embedder.dim_of(0)
 
 
 def test_the_towers_of_a_directory_are_checked(tmp_path):

@@ -10,7 +10,6 @@ Contrastive Predictive Coding, 2018 (InfoNCE).
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -220,11 +219,11 @@ def updates(module: nn.Module, lr: float) -> Callable[[float], None]:
     widest = max(
         one.backbone.config.hidden for one in module.modules() if isinstance(one, TextTower)
     )
-    # Wider layers need smaller steps.
-    rule = {"name": "adamw", "lr": lr * math.sqrt(_WIDTH / widest), "weight_decay": 0.01}
+    # Wider layers need smaller steps: large towers would fall to one vector for all texts.
+    rule = {"name": "adamw", "lr": lr * _WIDTH / widest, "weight_decay": 0.01}
     named = dict(module.named_parameters())
     updater = table("optimizer").build(rule).build(named)
-    schedule = table("lr_schedule").build("cosine")
+    schedule = table("lr_schedule").build({"name": "cosine", "warmup": 0.1})
 
     def update(done: float) -> None:
         torch.nn.utils.clip_grad_norm_(named.values(), 1.0)

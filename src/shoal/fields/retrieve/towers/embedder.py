@@ -40,14 +40,16 @@ class TowerEmbedder:
         return vectors
 
     def dim_of(self, job_dim: int) -> int:
-        """As many as the towers say."""
+        """As many as the towers say; as the job does, where none are trained yet."""
         place = expanded(self.directory) / "document" / "tower.json"
         try:
             return int(json.loads(place.read_text("utf-8"))["dim"])
+        except FileNotFoundError:
+            return job_dim
         except (OSError, ValueError, LookupError, TypeError) as cause:
             raise SearchError(
-                f"embedder tower: directory = {self.directory!r}: no towers ({cause}); give the "
-                "directory towers of a run of train_towers"
+                f"embedder tower: directory = {self.directory!r}: damaged ({cause}); give "
+                "the directory towers of a run of train_towers"
             ) from cause
 
 

@@ -36,7 +36,7 @@ class TrainTowersJob(Job):
         shared: both towers have the same weights, and differ in prompt and length.
         epochs: passes over the pairs.
         batch: pairs of a step, of all ranks together.
-        lr: peak learning rate of AdamW at width 128; it falls with the root of the width.
+        lr: peak learning rate of AdamW at width 128; wider towers have less in proportion.
         temperature: by which cosines are divided.
         hard_share: mined negatives of a step, as a share of its pairs; 0 mines none.
         hard_margin: documents whose cosine is within this of the right one's, or above, are taken

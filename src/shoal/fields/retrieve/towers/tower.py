@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError
-from shoal.core.files import to_json
+from shoal.core.files import write_atomic, write_json
 from shoal.core.random import generator
 from shoal.corpora import tokenizer as tokenizers
 from shoal.fields.retrieve.towers.protocols import Pooling, Precision, TowerError
@@ -153,11 +153,11 @@ class TextTower(nn.Module):
 
         directory.mkdir()
         place = directory / "tokenizer.json"
-        place.write_text(self.tokenizer.to_str(), "utf-8")
+        write_atomic(place, self.tokenizer.to_str())
         huggingface.write(directory / _BACKBONE, self.backbone, place)
         place.unlink()
         save_file({"weight": self.head.weight.detach().contiguous()}, directory / _HEAD)
-        (directory / _SETTINGS).write_text(to_json(self.settings.model_dump()), "utf-8")
+        write_json(directory / _SETTINGS, self.settings.model_dump())
 
     @classmethod
     def read(cls, directory: Path) -> TextTower:
