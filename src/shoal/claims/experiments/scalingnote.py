@@ -14,7 +14,8 @@ has the pair S, the tower L in time, and a constant for the law.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from annotated_types import Ge
@@ -23,11 +24,15 @@ from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
 from shoal.core.parts import part
 
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
 _CODE = (
     "fields/retrieve/towers", "fields/retrieve/grank/documents.py", "model", "corpora",
     "train/optimizers", "train/lr_schedules", "claims/lab/tower_runs.py",
 )  # fmt: skip
-_GROUPS, _K = 10, 10
+# Groups of queries, documents of an answer, pairs of the law over those, queries of a round.
+_GROUPS, _K, _FEWER, _QUERIES = 10, 10, (3, 9, 27), 20
 
 
 @part
@@ -37,56 +42,49 @@ class ScalingNoteClaim(BaseClaim, row=78, needs=("torch", "transformers")):
     Args:
         pairs: that are learned from.
         held: to choose by, and as many to judge by.
-        fewer: pairs of the law over the next fewer; four numbers of pairs in all.
         rounds: of each timing.
-        queries: of each round.
         threads: of learning.
     """
 
     pairs: Annotated[int, Ge(1000)] = 32_000
     held: Annotated[int, Ge(100)] = 2000
-    fewer: Annotated[int, Ge(2)] = 3
     rounds: Annotated[int, Ge(5)] = 15
-    queries: Annotated[int, Ge(1)] = 20
     threads: Annotated[int, Ge(1)] = 2
 
     def collect(self, run: ClaimRun) -> None:
         """The theorem and a copied student; the full run learns, or has learned, and times."""
         from shoal.claims.lab import tower_runs
 
-        run.put("margin_violations", tower_runs.random_violations(2000, run.seed))
-        run.put("copied_loss", tower_runs.copied_loss(run.seed))
+        violated = tower_runs.random_violations(2000, run.seed, bound=run.pick(True, False))
+        run.put("margin_violations", violated)
+        run.put("copied_loss", tower_runs.copied_loss(run.seed, layers=run.pick(3, 2)))
         if run.quick:
             return
         run.put("ranks_apart", self._ranks(run.seed))
         split = run.remember(
             "pairs", lambda: tower_runs.tower_split(self.pairs, self.held, run.seed)
         )
-        given = {"pairs": self.pairs, "held": self.held, "seed": run.seed}
+        options: list[JsonValue] = [self.pairs, self.held, run.seed]
+        fewer = [self.pairs // fewer for fewer in _FEWER]
 
         def say(text: str) -> None:
             run.progress(text, 0.3)
 
-        made = run.context.keep(
-            "towers", lambda: tower_runs.main_runs(split, run.seed, self.threads, say),
-            given=given, code=_CODE,
-        )  # fmt: skip
-        counts = [self.pairs // self.fewer**power for power in (1, 2, 3)]
-        law = run.context.keep(
-            "law", lambda: tower_runs.law_points(split, counts, run.seed, self.threads, say),
-            given={**given, "counts": counts}, code=_CODE,
-        )  # fmt: skip
+        towers = partial(tower_runs.main_runs, split, run.seed, self.threads, say)
+        points = partial(tower_runs.law_points, split, fewer, run.seed, self.threads, say)
+        made = run.context.keep("towers", towers, given=options, code=_CODE)
+        law = run.context.keep("law", points, given=[*options, *fewer], code=_CODE)
         self._found(run, made.value)
         self._law(run, [*made.value["points"], *law.value])
         run.details |= {"towers": made.details(), "law": law.details()}
         run.progress("timing", 0.9)
-        arms = tower_runs.online_arms(split, run.seed, self.queries)
+        arms = tower_runs.online_arms(split, run.seed, _QUERIES)
         seconds = run.versus(
             arms, {"encode_over_large": ("small", "large")}, self.rounds, threads=1
         )
         run.put_peer("encode_over_large", seconds["large"], seconds["peer"])
         run.details["query_s"] = {
-            name: sorted(one)[len(one) // 2] / self.queries for name, one in seconds.items()
+            name: sorted(one)[len(one) // 2] / _QUERIES for name, one in seconds.items()
         }
 
     def _found(self, run: ClaimRun, value: dict[str, Any]) -> None:
@@ -101,8 +99,8 @@ class ScalingNoteClaim(BaseClaim, row=78, needs=("torch", "transformers")):
         run.put("violations_here", value["violations"])
         run.put("test_queries_learned", value["test_queries_learned"])
         run.details["recall"] = {name: sum(one) / len(one) for name, one in recall.items()}
-        for name in ("valid", "chosen", "seconds", "surely_same", "mean_bound"):
-            run.details[name] = value[name]
+        said = ("valid", "chosen", "seconds", "surely_same", "mean_bound")
+        run.details |= {name: value[name] for name in said}
 
     def _law(self, run: ClaimRun, points: list[dict[str, float]]) -> None:
         from shoal.cost.scaling.curve import CurvePoint
