@@ -61,9 +61,8 @@ class ScalingNoteClaim(BaseClaim, row=78, needs=("torch", "transformers")):
         if run.quick:
             return
         run.put("ranks_apart", self._ranks(run.seed))
-        split = run.remember(
-            "pairs", lambda: tower_runs.tower_split(self.pairs, self.held, run.seed)
-        )
+        make = partial(tower_runs.tower_split, self.pairs, self.held, run.seed)
+        split = run.remember("pairs", make)
         options: list[JsonValue] = [self.pairs, self.held, run.seed]
         fewer = [self.pairs // fewer for fewer in _FEWER]
 
@@ -79,9 +78,8 @@ class ScalingNoteClaim(BaseClaim, row=78, needs=("torch", "transformers")):
         run.details |= {"towers": made.details(), "law": law.details()}
         run.progress("timing", 0.9)
         arms = tower_runs.online_arms(split, run.seed, _QUERIES)
-        seconds = run.versus(
-            arms, {"encode_over_large": ("small", "large")}, self.rounds, threads=1
-        )
+        pair = {"encode_over_large": ("small", "large")}
+        seconds = run.versus(arms, pair, self.rounds, threads=1)
         run.put_peer("encode_over_large", seconds["large"], seconds["peer"])
         run.details["query_s"] = {
             name: sorted(one)[len(one) // 2] / _QUERIES for name, one in seconds.items()
