@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -400,3 +401,27 @@ def test_the_towers_of_a_directory_are_checked(tmp_path):
         table("tower_training").build({"name": "two_stage", "teacher": str(tmp_path)}).train(
             task(), some_pairs(), silent
         )
+
+
+def test_states_of_all_layers_lie_side_by_side():
+    made = fresh_pair(task(pooling="layers", dim=96), "2x32", some_pairs())
+    rows = made.query.tokens(["bal den gor", "bal"])
+    backbone = made.query.backbone
+    tokens = torch.from_numpy(rows[0].astype(np.int64))[None]
+    with torch.no_grad():
+        x = backbone.embed(tokens)
+        from shoal.model.rope import tables
+
+        cos, sin = tables(backbone.config, 0, tokens.shape[1], x.device, x.dtype)
+        between = backbone.blocks[0](x, cos, sin)
+        states = [backbone.hidden(tokens)]
+        states += [torch.nn.functional.rms_norm(one, one.shape[-1:]) for one in (x, between)]
+        wanted = made.query.head(torch.cat(states, -1).mean(1))
+    np.testing.assert_allclose(
+        made.query.encode_tokens(rows)[0], unit(wanted.numpy())[0], atol=1e-5
+    )
+    assert not made.query.backbone.blocks[0]._forward_pre_hooks
+    alone = made.encode_query(WORDS)
+    with ThreadPoolExecutor(4) as pool:
+        for at, row in enumerate(pool.map(lambda word: made.encode_query([word])[0], WORDS)):
+            np.testing.assert_allclose(row, alone[at], atol=1e-5)

@@ -6,10 +6,10 @@ Dense Retrieval, 2024.
 Pairs of this machine: first lines of documentation and what stands below them, and descriptions of
 packages and what the index says beside them. Towers of 2 layers of 128 (S), 4 of 256 and 8 of 384
 (L) learn from them; S learns the vectors of L's queries, and looks for documents among those that
-L has encoded. Beside it S learns the pairs, with twice or six times as many passes, whichever is
-better on queries that are for choosing. Recall is that of each tenth of the queries that are held
-out. Queries are timed one by one, tokens included. The law is of contrastive entropy. The A/A run
-has the pair S, the tower L in time, and a constant for the law.
+L has encoded. Beside it S learns the pairs, in two or six passes, from its last layer or from all,
+whichever is best on queries that are for choosing. Recall is that of each tenth of the queries that
+are held out. Queries are timed one by one, tokens included. The law is of contrastive entropy. The
+A/A run has the pair S, the tower L in time, and a constant for the law.
 """
 
 from __future__ import annotations

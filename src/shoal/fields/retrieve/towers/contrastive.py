@@ -90,7 +90,10 @@ def fresh_pair(task: TowerTask, backbone: str, pairs: TextPairs) -> TowerPair:
         tokenizer = tokenizers.load(directory)
         tokenizers.check_vocab(tokenizer, config.vocab_size, str(directory))
     settings = TowerSettings(
-        dim=config.hidden, length=task.query_length, prompt=task.query_prompt, pooling=task.pooling
+        dim=task.dim or config.hidden,
+        length=task.query_length,
+        prompt=task.query_prompt,
+        pooling=task.pooling,
     )
     if directory is None:
         query = TextTower.fresh(config, tokenizer, settings, task.seed)

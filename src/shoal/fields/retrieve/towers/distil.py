@@ -38,13 +38,18 @@ def distillation_loss(student_BD: Tensor, teacher_BD: Tensor, weight: float) -> 
 
 
 def student_of(
-    task: TowerTask, teacher: TextTower, *, linear_map: bool = True, retokenise: bool = False
+    task: TowerTask,
+    teacher: TextTower,
+    *,
+    linear_map: bool = True,
+    retokenise: bool = False,
 ) -> TextTower:
     """A small query tower with vectors of the teacher's dimension.
 
     One of the teacher's width begins as the teacher's layers, chosen evenly, whole where it has as
-    many; a narrower one begins with those directions of the teacher's embedding that tell tokens
-    apart best, and a map back.
+    many; a narrower one begins with the teacher's embedding, mapped, in those directions that tell
+    tokens apart best, and a map back; where it is narrower than the vectors too, states behind all
+    of its layers are mapped.
 
     Args:
         task: backbone of the student.
@@ -59,12 +64,16 @@ def student_of(
     big = teacher.backbone.config
     own = task.model_copy(update={"vocab": big.vocab_size})
     config = config_of(own, task.small)
+    settings = teacher.settings
     dim = teacher.settings.dim
     if config.hidden != dim and not linear_map:
         raise TowerError(
             f"small = {task.small}: a student of width {config.hidden} and a teacher of {dim} "
             "numbers: expected equal dimensions, or linear_map = true"
         )
+    if config.hidden < dim:
+        # A map of fewer numbers could reach a part of the space alone.
+        settings = settings.model_copy(update={"pooling": "layers"})
     if directory is not None:
         tokenizer = tokenizers.load(directory)
         if tokenizer.get_vocab() != teacher.tokenizer.get_vocab() and not retokenise:
@@ -73,12 +82,13 @@ def student_of(
                 "retokenise = true"
             )
         backbone = huggingface.read(directory, torch.float32, packed=False)
-        return TextTower(backbone, tokenizer, teacher.settings)
+        return TextTower(backbone, tokenizer, settings)
     backbone = Transformer(config)
     init_weights(backbone, task.seed)
-    student = TextTower(backbone, teacher.tokenizer, teacher.settings)
+    student = TextTower(backbone, teacher.tokenizer, settings)
     with torch.no_grad():
-        if config.hidden == big.hidden and config.num_layers <= big.num_layers:
+        same = student.head.weight.shape == teacher.head.weight.shape
+        if config.hidden == big.hidden and config.num_layers <= big.num_layers and same:
             _copied(student, teacher)
         elif config.hidden < big.hidden:
             _projected(student, teacher)
@@ -97,13 +107,19 @@ def _copied(student: TextTower, teacher: TextTower) -> None:
 
 
 def _projected(student: TextTower, teacher: TextTower) -> None:
-    """The first principal directions of the teacher's embedding."""
+    """The principal directions of what the teacher's map makes of its embedding."""
     rows = teacher.backbone.embed.weight
-    width = student.backbone.config.hidden
+    if teacher.head.in_features == rows.shape[1]:
+        rows = rows @ teacher.head.weight.T
     _, _, directions = torch.linalg.svd(rows, full_matrices=False)
-    some = directions[:width]
-    student.backbone.embed.weight.copy_(rows @ some.T)
-    student.head.weight.copy_(teacher.head.weight @ some.T)
+    some = directions[: student.backbone.config.hidden]
+    narrow = rows @ some.T
+    embed, head = student.backbone.embed.weight, student.head.weight
+    # As large as a fresh tower's.
+    embed[:, : len(some)] = narrow / narrow.square().mean().sqrt()
+    if len(directions[0]) == len(head):
+        head.zero_()
+        head[:, : len(some)] = some.T
 
 
 def distil_query(
@@ -115,7 +131,7 @@ def distil_query(
     *,
     weight: float = 1.0,
     epochs: int = 8,
-    lr: float = 3e-3,
+    lr: float = 1e-2,
     batch: int = 256,
 ) -> TextTower:
     """Train a student on queries alone; teacher and documents are not touched.

@@ -32,7 +32,9 @@ class TrainTowersJob(Job):
         document_length: most tokens of a document.
         query_prompt: stands before each query.
         document_prompt: stands before each document.
-        pooling: a text's vector is the mean of its tokens' states, or the state of the last.
+        pooling: a text's vector comes from the mean of its tokens' states, from the state of the
+            last, or from the means behind the embedding and every layer, side by side.
+        dim: numbers of a vector; 0 for the width of the backbone.
         shared: both towers have the same weights, and differ in prompt and length.
         epochs: passes over the pairs.
         batch: pairs of a step, of all ranks together.
@@ -61,6 +63,7 @@ class TrainTowersJob(Job):
     query_prompt: str = "title: "
     document_prompt: str = "body: "
     pooling: Pooling = "mean"
+    dim: Annotated[int, Ge(0), Le(65_536)] = 0
     shared: bool = True
     epochs: PositiveInt = 2
     batch: PositiveInt = 128

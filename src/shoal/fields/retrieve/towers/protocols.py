@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Tick: TypeAlias = Callable[[float, str], None]
 """Called with the share that is done, and what is being done."""
 
-Pooling: TypeAlias = Literal["mean", "last"]
+Pooling: TypeAlias = Literal["mean", "last", "layers"]
 Precision: TypeAlias = Literal["bf16", "fp32"]
 
 
@@ -58,7 +58,9 @@ class TowerTask(Value):
         document_length: most tokens of a document.
         query_prompt: stands before each query.
         document_prompt: stands before each document.
-        pooling: a text's vector is the mean of its tokens' states, or the state of the last.
+        pooling: a text's vector comes from the mean of its tokens' states, from the state of the
+            last, or from the means behind the embedding and every layer, side by side.
+        dim: numbers of a vector; 0 for the width of the backbone.
         shared: both towers have the same weights, and differ in prompt and length.
         epochs: passes over the pairs.
         batch: pairs of a step, of all ranks together.
@@ -79,6 +81,7 @@ class TowerTask(Value):
     query_prompt: str = "title: "
     document_prompt: str = "body: "
     pooling: Pooling = "mean"
+    dim: Annotated[int, Ge(0), Le(65_536)] = 0
     shared: bool = True
     epochs: PositiveInt = 2
     batch: PositiveInt = 128

@@ -6,6 +6,7 @@ Shapes: B texts, T tokens, D width of the decoder, d numbers of a vector.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,12 +71,14 @@ class TextTower(nn.Module):
         config: ModelConfig = backbone.config
         check_config(config, settings.length, config.name)
         self.backbone, self.tokenizer, self.settings = backbone, tokenizer, settings
-        self.head = nn.Linear(config.hidden, settings.dim, bias=False)
-        if settings.dim == config.hidden:
+        layers = settings.pooling == "layers"
+        width = config.hidden * (config.num_layers + 1 if layers else 1)
+        self.head = nn.Linear(width, settings.dim, bias=False)
+        if settings.dim == width:
             nn.init.eye_(self.head.weight)
         else:
             rng = generator(0, purpose="tower head")
-            draw = rng.standard_normal((settings.dim, config.hidden), np.float32)
+            draw = rng.standard_normal((settings.dim, width), np.float32)
             with torch.no_grad():
                 self.head.weight.copy_(torch.from_numpy(draw) / settings.dim**0.5)
 
@@ -114,13 +117,35 @@ class TextTower(nn.Module):
         padded = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
         for at, row in enumerate(rows):
             padded[at, : len(row)] = torch.from_numpy(row)
-        states_BTD = self.backbone.hidden(padded).float()
+        states_BTD = self._states(padded).float()
         if self.settings.pooling == "last":
             pooled = states_BTD[torch.arange(len(rows)), lengths - 1]
         else:
             real = torch.arange(padded.shape[1]) < lengths[:, None]
             pooled = (states_BTD * real[..., None]).sum(1) / lengths[:, None]
         return F.normalize(self.head(pooled).float(), dim=-1)
+
+    def _states(self, tokens_BT: Tensor) -> Tensor:
+        """What is pooled: final states, or those in front of every block beside them."""
+        if self.settings.pooling != "layers":
+            return self.backbone.hidden(tokens_BT)
+        seen: list[Tensor] = []
+        own = threading.get_ident()
+
+        def see(block: nn.Module, given: tuple[Tensor, ...]) -> None:
+            # A server encodes on several threads, each of which has hooks here.
+            if threading.get_ident() != own:
+                return
+            # Means of what grows from layer to layer would be those of its largest tokens.
+            seen.append(F.rms_norm(given[0], given[0].shape[-1:]))
+
+        hooks = [block.register_forward_pre_hook(see) for block in self.backbone.blocks]
+        try:
+            last = self.backbone.hidden(tokens_BT)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([last, *seen], -1)
 
     @torch.no_grad()
     def encode_tokens(

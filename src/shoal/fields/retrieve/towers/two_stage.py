@@ -40,7 +40,7 @@ class TwoStage:
     teacher: str = ""
     weight: Annotated[float, Ge(0)] = 1.0
     epochs: Annotated[int, Ge(1)] = 8
-    lr: Annotated[float, Gt(0)] = 3e-3
+    lr: Annotated[float, Gt(0)] = 1e-2
     batch: Annotated[int, Ge(1)] = 256
     linear_map: bool = True
     retokenise: bool = False
