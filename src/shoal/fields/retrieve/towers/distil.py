@@ -118,7 +118,6 @@ def _projected(student: TextTower, teacher: TextTower) -> None:
     # As large as a fresh tower's.
     embed[:, : len(some)] = narrow / narrow.square().mean().sqrt()
     if len(directions[0]) == len(head):
-        head.zero_()
         head[:, : len(some)] = some.T
 
 
