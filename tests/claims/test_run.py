@@ -315,6 +315,7 @@ def test_catalogue_has_every_system_once() -> None:
         47: "fasterpam",
         84: "curator",
         75: "hstu",
+        78: "scalingnote",
         44: "squash",
         57: "graphvite",
         74: "datastore",

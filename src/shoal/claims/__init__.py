@@ -81,6 +81,7 @@ CLAIMS = PartTable(
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
         "fuyou": "shoal.claims.experiments.fuyou:FuyouClaim",
         "curator": "shoal.claims.experiments.curator:CuratorClaim",
+        "scalingnote": "shoal.claims.experiments.scalingnote:ScalingNoteClaim",
         "hstu": "shoal.claims.experiments.hstu:HSTUClaim",
         "datastore": "shoal.claims.experiments.datastore:DatastoreClaim",
         "squash": "shoal.claims.experiments.squash:SquashClaim",

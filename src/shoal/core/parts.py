@@ -145,6 +145,7 @@ KINDS: dict[str, str] = {
     "search_method": "shoal.fields.retrieve.search:SEARCH_METHODS",
     "embedder": "shoal.fields.retrieve.search:EMBEDDERS",
     "passage_index": "shoal.fields.retrieve.datastore:PASSAGE_INDEXES",
+    "tower_training": "shoal.fields.retrieve.towers:TOWER_TRAININGS",
     "node_embedder": "shoal.fields.graph:NODE_EMBEDDERS",
     "community_expander": "shoal.fields.graph.communities:COMMUNITY_EXPANDERS",
     "aggregator": "shoal.fields.graph:AGGREGATORS",

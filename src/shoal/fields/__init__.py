@@ -26,6 +26,7 @@ JOBS = PartTable(
         "index": "shoal.fields.retrieve.index.kind:IndexKind",
         "recommend": "shoal.fields.retrieve.recommend.kind:RecommendKind",
         "search": "shoal.fields.retrieve.search.kind:SearchKind",
+        "train_towers": "shoal.fields.retrieve.towers.kind:TrainTowersKind",
         "search_functions": "shoal.fields.retrieve.serverless.kind:SearchFunctionsKind",
         "datastore": "shoal.fields.retrieve.datastore.kind:DatastoreKind",
         "embed_nodes": "shoal.fields.graph.embedding.kind:EmbedNodesKind",

@@ -34,6 +34,7 @@ EMBEDDERS = PartTable(
     {
         "hashed_words": "shoal.fields.retrieve.search.hashed:HashedWords",
         "embeddings_api": "shoal.fields.retrieve.search.embeddings:EmbeddingsApi",
+        "tower": "shoal.fields.retrieve.towers.embedder:TowerEmbedder",
     },
     about=(
         "How a text becomes a vector. Chosen by the key `embedder` of a job with `job: search`."

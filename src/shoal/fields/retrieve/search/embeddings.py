@@ -35,7 +35,7 @@ class EmbeddingsApi:
     key_variable: str = "EMBEDDINGS_API_KEY"
     timeout_s: Annotated[float, Gt(0), Le(3600)] = 30.0
 
-    def embed(self, texts: Sequence[str]) -> np.ndarray:
+    def embed(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
         """What the server says, as it comes."""
         rows: list[Any] = []
         key = os.environ.get(self.key_variable)

@@ -31,7 +31,7 @@ class HashedWords:
 
     dim: Annotated[int, Ge(8), Le(65_536)] = 384
 
-    def embed(self, texts: Sequence[str]) -> np.ndarray:
+    def embed(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
         """Vectors of length 1."""
         vectors = np.zeros((len(texts), self.dim), np.float32)
         for row, text in zip(vectors, texts, strict=True):

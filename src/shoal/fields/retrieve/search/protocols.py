@@ -110,8 +110,12 @@ class SearchMethod(Protocol):
 class TextEmbedder(Protocol):
     """A way from texts to vectors: a part of kind ``embedder``."""
 
-    def embed(self, texts: Sequence[str]) -> np.ndarray:
+    def embed(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
         """Vectors of texts, float32 [N, dim].
+
+        Args:
+            texts: N of them.
+            query: they ask; otherwise they answer. Most embedders treat both alike.
 
         Raises:
             SearchError: they cannot be had.

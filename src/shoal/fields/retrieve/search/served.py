@@ -203,12 +203,12 @@ class ServedCollection:
             )
         return text
 
-    def _embedded(self, texts: Sequence[str]) -> np.ndarray:
+    def _embedded(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
         if self._embedder is None:
             raise SearchError(
                 "text: this server has no embedder; send vectors, or start it with --embedder"
             )
-        vectors = self._embedder.embed(texts)
+        vectors = self._embedder.embed(texts, query=query)
         if vectors.shape[1] != self.points.dim:
             raise SearchError(
                 f"text: the embedder makes vectors of {vectors.shape[1]} numbers; expected a "
@@ -322,7 +322,11 @@ class ServedCollection:
         """See :class:`~shoal.fields.retrieve.search.protocols.Searchable`."""
         if query.vector is None and query.text is None:
             raise SearchError("query: expected a vector, or a text")
-        row = self._embedded([query.text])[0] if query.vector is None else query.vector  # type: ignore[list-item]  # one of them is there
+        row = (
+            self._embedded([query.text], query=True)[0]  # type: ignore[list-item]  # one of them is there
+            if query.vector is None
+            else query.vector
+        )
         vector = self._checked(row)
         number = self.count(query.tenant)
         if not number:
