@@ -87,7 +87,7 @@ CASES: dict[str, dict[str, tuple[tuple[str, ...], Cases]]] = {
         ),
         "train_deep_gnn": (
             ("epoch_s", "sent_bytes", "memory_bytes", "test_accuracy"),
-            [("planetoid/cora.npz", {}), ("packages", {"epochs": 30})],
+            [("planetoid/cora.npz", {})],
         ),
     },
 }
