@@ -179,6 +179,20 @@ def test_the_plan_offers_every_split_and_counts_their_bytes():
     assert memory > 4 * 400 * 16 * 4
 
 
+def test_exact_epochs_come_first_and_every_so_often():
+    job = TrainDeepGnnJob(data="planted:50", exact_epochs=2, refresh=3)
+    assert [epoch for epoch in range(1, 13) if job.exact(epoch)] == [1, 2, 5, 8, 11]
+    assert not TrainDeepGnnJob(data="planted:50").exact(2)
+    plain, refreshed = (
+        shoal.plan(
+            {"job": "train_deep_gnn", "data": "planted:3000", "split": "pipe", "refresh": refresh},
+            "laptop",
+        )[0].predicted["epoch_s"].value
+        for refresh in (0, 4)
+    )  # fmt: skip
+    assert refreshed > 1.2 * plain
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["pipe", "nodes", "hybrid"])
 def test_a_job_trains_on_processes_and_sends_what_is_predicted(tmp_path, split):

@@ -10,7 +10,7 @@ Source: Chen et al., GNNPipe: Scaling Deep GNN Training with Pipelined Model Par
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,16 +41,32 @@ class TimedSplit:
     backward: float
     taken: int
 
-    def epoch_s(self, links: UniformLinks) -> float:
-        """Seconds of an epoch whose messages take these links."""
+    def epoch_s(self, links: UniformLinks, *, exact: float = 0.0) -> float:
+        """Seconds of an epoch whose messages take these links.
+
+        Args:
+            links: between ranks.
+            exact: share of the epochs that have one chunk.
+        """
+        if exact and self.work.grid.chunks > 1:
+            many = self.work.grid.chunks
+            grid = self.work.grid.model_copy(update={"chunks": 1})
+            whole = replace(
+                self, work=replace(self.work, grid=grid), forward=many * self.forward,
+                backward=many * self.backward,
+            )  # fmt: skip
+            return exact * whole.epoch_s(links) + (1 - exact) * self.epoch_s(links)
         work, grid, d = self.work, self.work.grid, self.work.hidden
         layers = work.layers / grid.stages
         wait = links.seconds(0, 1, 4.0 * d * self.taken / grid.chunks) if grid.parts > 1 else 0.0
+        boundary = 4.0 * d * work.num_nodes / (grid.chunks * grid.parts)
+        # A link has one chunk at a time: stages go no faster than it does.
+        least = links.seconds(0, 1, boundary) if grid.stages > 1 else 0.0
         cost = OpCosts.uniform(
             grid.stages,
-            forward=layers * (self.forward + wait),
-            backward=layers * (self.backward + wait),
-            boundary_bytes=4.0 * d * work.num_nodes / (grid.chunks * grid.parts),
+            forward=max(layers * (self.forward + wait), least),
+            backward=max(layers * (self.backward + wait), least),
+            boundary_bytes=boundary,
         )
         schedule = table("schedule").build("gpipe").build(grid.stages, grid.chunks)
         shared = (work.features + 1) * d + (d + 1) * work.classes

@@ -9,7 +9,7 @@ Source: Chen et al., GNNPipe: Scaling Deep GNN Training with Pipelined Model Par
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.core.config import Value
 from shoal.core.parts import table
@@ -120,17 +120,25 @@ class DeepWork:
         enter = stages * 2 * rows * self.features * d * rates.flop_s
         return forward + enter, backward + enter
 
-    def epoch_s(self, rates: DeepRates, links: UniformLinks, cores: int) -> float:
+    def epoch_s(
+        self, rates: DeepRates, links: UniformLinks, cores: int, *, exact: float = 0.0
+    ) -> float:
         """Seconds of an epoch.
 
         Args:
             rates: of a core.
             links: between ranks.
             cores: that the ranks share.
+            exact: share of the epochs that have one chunk.
         """
+        if exact and self.grid.chunks > 1:
+            whole = replace(self, grid=self.grid.model_copy(update={"chunks": 1}))
+            slow = whole.epoch_s(rates, links, cores)
+            return exact * slow + (1 - exact) * self.epoch_s(rates, links, cores)
         grid = self.grid
-        # Ranks wait for the one with most of a chunk, and share the cores.
-        slow = self.largest * max(1.0, grid.world / cores)
+        # Ranks wait for the one with most of a chunk; those that are busy share the cores.
+        busy = grid.parts * min(grid.stages, grid.chunks)
+        slow = self.largest * max(1.0, busy / cores)
         forward, backward = (slow * one / grid.stages for one in self.passes(rates))
         per_chunk = 4.0 * self.replicas / grid.chunks * self.hidden / max(grid.parts, 1)
         exchange = self.layers / grid.stages * links.seconds(0, 1, per_chunk)

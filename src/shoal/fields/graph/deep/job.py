@@ -31,6 +31,8 @@ class TrainDeepGnnJob(Job):
         epochs: steps, each over the whole graph.
         exact_epochs: at the beginning, of a pipeline: each layer waits for the whole graph, and
             leaves the vectors and gradients that the next epoch begins with.
+        refresh: so many epochs after an exact one another one is exact; 0 for none.
+        warmup: epochs in which the learning rate rises.
         feature_dim: numbers of the vectors that FastRP makes of a graph without features.
         train_share: of the nodes with labels, where the data divide none.
         val_share: of the nodes with labels, by which the best epoch is chosen.
@@ -50,11 +52,18 @@ class TrainDeepGnnJob(Job):
     weight_decay: NonNegativeFloat = 5e-4
     epochs: PositiveInt = 100
     exact_epochs: PositiveInt = 1
+    refresh: NonNegativeInt = 0
+    warmup: NonNegativeInt = 0
     feature_dim: Annotated[int, Ge(1), Le(4096)] = 128
     train_share: Annotated[float, Gt(0), Lt(1)] = 0.1
     val_share: Annotated[float, Gt(0), Lt(1)] = 0.1
     runs: PositiveInt = 1
     seed: NonNegativeInt = 0
+
+    def exact(self, epoch: int) -> bool:
+        """Whether a pipeline's epoch, from 1 on, has one chunk."""
+        after = epoch - self.exact_epochs
+        return after <= 0 or (self.refresh > 0 and after % self.refresh == 0)
 
 
 class TrainDeepGnnPlan(Plan[TrainDeepGnnJob]):

@@ -83,7 +83,9 @@ def _plan(
     work = work_of(job, grid, division, data)
     link = machine.link("loopback") or machine.link("node")
     links = UniformLinks(link.bandwidth, link.latency_s) if link else UniformLinks()
-    epoch = work.epoch_s(rates, links, machine.device.num_cores or grid.world)
+    cores = machine.device.num_cores or grid.world
+    exact = 1 / job.refresh if job.refresh else 0.0
+    epoch = work.epoch_s(rates, links, cores, exact=exact)
     sent, local = work.sent_bytes(), (work.num_nodes + work.replicas) / grid.parts
     # Two vectors a row of what is current, one that a layer keeps, and which numbers are above 0.
     memory = job.layers / grid.stages * local * job.hidden * 13 + 12.0 * work.nnz

@@ -235,7 +235,7 @@ def train_rank(
     best, best_epoch, kept = -1, 0, b""
     epochs: list[dict[str, Any]] = []
     for epoch in range(1, job.epochs + 1):
-        exact = grid.chunks == 1 or epoch <= job.exact_epochs
+        exact = grid.chunks == 1 or job.exact(epoch)
         before = dict(comm.meter.totals())
         begin = time.perf_counter()
         loss = rank.epoch(epoch, seed, exact=exact)
@@ -248,6 +248,8 @@ def train_rank(
             )
         if said[1] > best:  # of the parameters before the update
             best, best_epoch, kept = int(said[1]), epoch, _packed(network)
+        for group in optimizer.param_groups:
+            group["lr"] = job.learning_rate * min(1.0, epoch / (job.warmup + 1))
         optimizer.step()
         if comm.rank == 0:
             write_atomic(Path(place) / EPOCH, str(epoch).encode())

@@ -75,16 +75,17 @@ def train_seed(
     x = torch.from_numpy(np.ascontiguousarray(features, np.float32))
     assigned = network(x, normalised(data.graph)).argmax(1).numpy()
     epochs: list[Mapping[str, Any]] = ranks[0]["epochs"]
-    counted = [at for at, one in enumerate(epochs) if not one["exact"]] or range(len(epochs))
-    sent = [sum(rank["epochs"][at]["bytes"] for rank in ranks) for at in counted]
+    # Epochs that bring old vectors up to date count; the first ones, which make them, do not.
+    counted = epochs[job.exact_epochs :] or epochs
+    sent = [one["bytes"] for rank in ranks for one in rank["epochs"][-len(counted) :]]
     row = {
         "seed": seed,
         "val": _share(assigned, data, data.val),
         "test": _share(assigned, data, data.test),
         "epoch": ranks[0]["best_epoch"],
-        "epoch_s": float(np.median([epochs[at]["seconds"] for at in counted])),
+        "epoch_s": float(np.mean([one["seconds"] for one in counted])),
         "train_s": float(sum(one["seconds"] for one in epochs)),
-        "sent_bytes": float(np.median(sent)),
+        "sent_bytes": sum(sent) / len(counted),
         "loss": [one["loss"] for one in epochs],
     }
     return row, network, assigned
