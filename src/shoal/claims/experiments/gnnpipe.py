@@ -98,6 +98,7 @@ class GNNPipeClaim(BaseClaim, row=37, needs=("torch", "pymetis")):
         from shoal.kernel.threads import torch_threads
 
         data, seconds = deep_graph(job), dict[str, dict[str, float]]()
+        exact = 1 / job.refresh if job.refresh else 0.0
         for split in ("pipe", "nodes"):
             grid = split_grid(split, job.ranks)
             division = divide(data, grid, job.layers)
@@ -105,7 +106,8 @@ class GNNPipeClaim(BaseClaim, row=37, needs=("torch", "pymetis")):
             with torch_threads(1):
                 timed = timed_split(data.graph, division, work, self.rounds)
             seconds[split] = {
-                name: timed.epoch_s(UniformLinks(rate, _LATENCY_S)) for name, rate in _LINKS.items()
+                name: timed.epoch_s(UniformLinks(rate, _LATENCY_S), exact=exact)
+                for name, rate in _LINKS.items()
             }
             run.details[f"replicas_{split}"] = work.replicas
         link = "1 Gbit/s"
