@@ -14,7 +14,7 @@ PLACE = Path(__file__).parents[2] / "examples" / "retrieve"
 
 
 def test_none_is_missed() -> None:
-    assert sorted(path.stem for path in PLACE.glob("*.py")) == ["lookup", "rag"]
+    assert sorted(path.stem for path in PLACE.glob("*.py")) == ["lookup", "rag", "towers"]
 
 
 def program(name: str) -> Any:
@@ -67,3 +67,10 @@ def test_an_answer_has_sources(tmp_path: Path) -> None:
     assert isinstance(answer, str) and len(sources) == 3
     # First by its words, which no other passage has, and somewhere by its vector.
     assert sources[0] == "sea.md, paragraph 2"
+
+
+@pytest.mark.slow
+def test_towers_learn_and_shrink(capsys: pytest.CaptureFixture[str]) -> None:
+    program("towers")
+    said = capsys.readouterr().out
+    assert said.count(" -> ") == 3 and "surely the same best document" in said

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from shoal.core.scratch import scratch_directory
 from shoal.fields.retrieve.towers.contrastive import info_nce, train_pair
 from shoal.fields.retrieve.towers.distil import distil_query, error_bounds, student_of, unchanged
 from shoal.fields.retrieve.towers.execute import ranks_of
@@ -211,9 +210,9 @@ def online_arms(split: PairSplit, seed: int, queries: int) -> dict[str, Callable
     large = fresh_pair(task, "L", some).query.eval()
     small = student_of(task, large).eval()
     texts = split.test.queries[:queries]
-    with tempfile.TemporaryDirectory() as place:
-        huggingface.write(Path(place) / "large", large.backbone)
-        peer = LlamaModel.from_pretrained(Path(place) / "large").eval()
+    with scratch_directory("towers") as place:
+        huggingface.write(place / "large", large.backbone)
+        peer = LlamaModel.from_pretrained(place / "large").eval()
 
     @torch.inference_mode()
     def theirs() -> None:
