@@ -86,7 +86,7 @@ CASES: dict[str, dict[str, tuple[tuple[str, ...], Cases]]] = {
             [("planetoid/cora.npz", {})],
         ),
         "train_deep_gnn": (
-            ("epoch_s", "sent_bytes", "memory_bytes", "test_accuracy"),
+            ("epoch_s", "sent_bytes", "test_accuracy"),
             [("planetoid/cora.npz", {})],
         ),
     },

@@ -203,6 +203,7 @@ def test_a_job_trains_on_processes_and_sends_what_is_predicted(tmp_path, split):
     report = shoal.run(job, machine="laptop", directory=tmp_path / "run")
     predicted = report.plan.predicted["sent_bytes"].value
     assert report.measured["sent_bytes"] == pytest.approx(predicted, rel=0.02)
+    assert report.measured["memory_bytes"] > 4 * 100e6  # of all ranks
     (seed,) = report.details["seeds"]
     assert seed["loss"][-1] < seed["loss"][0]
     assert report.measured["test_accuracy"] > report.details["most_common"]

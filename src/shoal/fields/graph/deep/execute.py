@@ -66,6 +66,7 @@ def execute(job: TrainDeepGnnJob, grid: RankGrid, progress: RunProgress) -> RunO
             "epoch_s": float(np.median([row["epoch_s"] for row in rows])),
             "train_s": float(sum(row["train_s"] for row in rows)),
             "sent_bytes": float(np.median([row["sent_bytes"] for row in rows])),
+            "memory_bytes": float(max(row["memory_bytes"] for row in rows)),
             "val_accuracy": float(np.mean([row["val"] for row in rows])),
             "test_accuracy": float(np.mean([row["test"] for row in rows])),
         },

@@ -27,6 +27,7 @@ from shoal.fields.graph.deep.network import GCNII, StaleLayer, spread
 from shoal.fields.graph.deep.partition import LocalRows, NodeDivision, RowChunk
 from shoal.fields.graph.deep.protocols import DeepGnnError, RankGrid
 from shoal.ir.comm import Comm, Pending
+from shoal.machine.host import peak_memory
 
 EPOCH = "epoch"
 """Name of the file with the number of epochs that are over."""
@@ -206,7 +207,8 @@ def train_rank(
         place: a directory for the parameters of the epoch that validated best.
 
     Returns:
-        Seconds and whether it was exact by epoch, bytes by tag, losses, and the best epoch.
+        Seconds, bytes sent, loss and whether it was exact by epoch; the best epoch; most bytes of
+        memory.
 
     Raises:
         DeepGnnError: the loss is no longer finite.
@@ -260,7 +262,7 @@ def train_rank(
              "bytes": sum(sent.values()), "val": said[1].item() / len(given["val"])}
         )  # fmt: skip
     write_atomic(Path(place) / f"{comm.rank}.safetensors", kept)
-    return {"epochs": epochs, "best_epoch": best_epoch}
+    return {"epochs": epochs, "best_epoch": best_epoch, "memory_bytes": peak_memory()}
 
 
 def _packed(network: GCNII) -> bytes:

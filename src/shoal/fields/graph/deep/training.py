@@ -86,6 +86,7 @@ def train_seed(
         "epoch_s": float(np.mean([one["seconds"] for one in counted])),
         "train_s": float(sum(one["seconds"] for one in epochs)),
         "sent_bytes": sum(sent) / len(counted),
+        "memory_bytes": sum(rank["memory_bytes"] for rank in ranks),
         "loss": [one["loss"] for one in epochs],
     }
     return row, network, assigned
