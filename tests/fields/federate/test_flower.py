@@ -90,9 +90,10 @@ def test_the_command_line_writes_it(tmp_path: Path) -> None:
 def flower() -> Path:
     """Python of an environment that has Flower."""
     place = os.environ.get("FLOWER_ENV")
-    python = Path(place or ".") / "bin" / "python"
-    if place is None or not python.exists():
+    if place is None:
         pytest.skip("FLOWER_ENV names no environment; scripts/peers DIRECTORY flower makes one")
+    python = Path(place) / "bin" / "python"
+    assert python.exists(), f"FLOWER_ENV = {place}: expected an environment with bin/python"
     return python
 
 

@@ -2,86 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import math
 import uuid
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.fields.retrieve.search_client import DIM, KEYS, SHOP, WORDS, Client
 
-from shoal.core.errors import ConfigError, ServeError, StoreError
+from shoal.core.errors import StoreError
 from shoal.fields.retrieve.collections import ScoredPoint, collection
 from shoal.fields.retrieve.grank.text import terms
-from shoal.fields.retrieve.search import EMBEDDERS, Library, SearchOptions, running_search
-from shoal.fields.retrieve.search.api import LIMITS, ROUTES, create_search_app
+from shoal.fields.retrieve.search import EMBEDDERS, Library
+from shoal.fields.retrieve.search.api import LIMITS, ROUTES
 from shoal.fields.retrieve.search.hybrid import fused
 from shoal.fields.retrieve.search.keys import KeyRights, KeyRing
 from shoal.fields.retrieve.search.protocols import SearchError
 from shoal.fields.retrieve.search.words import WordIndex
 from shoal.serve.http.guard import AccessControl
-
-DIM = 4
-WORDS = [f"w{n}" for n in range(12)]
-KEYS = {
-    "whole-key": None,
-    "key-of-ann": ("ann",),
-    "key-of-bob": ("bob",),
-    "key-of-two": ("ann", "bob"),
-    "key-of-nobody": ("nobody",),
-}
-
-
-class Client:
-    """Calls an application in this process; what it answers without its time."""
-
-    def __init__(self, directory, **options):
-        self.library = Library(directory, EMBEDDERS.build({"name": "hashed_words", "dim": 8}))
-        self.app = create_search_app(self.library, **options)
-        self.loop = asyncio.new_event_loop()
-
-    def close(self):
-        self.loop.run_until_complete(self.app.state.stop())
-        self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        self.loop.close()
-
-    def __call__(self, method, path, body=None, *, raw=None, key="", tenant=None):
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        headers += [(b"authorization", f"Bearer {key}".encode())] if key else []
-        headers += [(b"shoal-tenant", tenant.encode("latin-1"))] if tenant is not None else []
-        data = raw if raw is not None else json.dumps(body).encode() if body is not None else b""
-        path, _, query = path.partition("?")
-        scope = {
-            "type": "http", "method": method, "path": path, "raw_path": path.encode(),
-            "query_string": query.encode(), "headers": headers, "http_version": "1.1",
-            "scheme": "http", "server": ("localhost", 80), "client": ("localhost", 1),
-        }  # fmt: skip
-        sent = []
-
-        async def receive():
-            return {"type": "http.request", "body": data, "more_body": False}
-
-        async def send(message):
-            sent.append(message)
-
-        self.loop.run_until_complete(self.app(scope, receive, send))
-        answer = json.loads(b"".join(one.get("body", b"") for one in sent[1:]))
-        assert answer.pop("time", 0.0) >= 0
-        return sent[0]["status"], answer
-
-    def ok(self, *args, **options):
-        status, answer = self(*args, **options)
-        assert status == 200 and answer["status"] == "ok", answer
-        return answer["result"]
-
-    def fails(self, status, *args, **options):
-        got, answer = self(*args, **options)
-        assert got == status, answer
-        assert set(answer) == {"status"} and set(answer["status"]) == {"error"}
-        return answer["status"]["error"]
 
 
 @pytest.fixture
@@ -372,7 +311,6 @@ def test_texts_are_embedded_and_words_are_looked_for(client):
     assert client.ok("POST", f"{at}/count", {})["count"] == 2
 
 
-SHOP = "/collections/shop/points"
 BAD = [
     ("PUT", SHOP, {"points": [{"id": 1, "vector": [1, 2]}]}, 400, "point 1: vectors"),
     ("PUT", SHOP, {"points": [{"id": 1, "vector": [0, 0, 0, 0]}]}, 400, "zero"),
@@ -454,109 +392,6 @@ def test_a_batch_is_taken_whole_or_not_at_all(shop):
     twice = [{"id": 10, "vector": [1, 0, 0, n], "payload": {"n": n}} for n in (8, 9)]
     shop.ok("PUT", SHOP, {"points": twice})
     assert shop.ok("GET", f"{SHOP}/10")["payload"] == {"n": 9}
-
-
-@pytest.fixture
-def locked(tmp_path):
-    rights = [KeyRights(key=key, tenants=names) for key, names in KEYS.items()]
-    ring = KeyRing((*rights, KeyRights(key="only-reads", tenants=("ann",), write=False)))
-    access = AccessControl(keys=ring.keys, key_header="api-key")
-    made = Client(tmp_path / "c", keys=ring, access=access)
-    made.ok("PUT", "/collections/shop", {"vectors": {"size": DIM}}, key="whole-key")
-    yield made
-    made.close()
-
-
-def test_keys_are_of_tenants(locked):
-    point = {"points": [{"id": 1, "vector": [1, 0, 0, 0]}]}
-    for method, path in ROUTES:
-        if path == "/health":
-            assert locked(method, path) == (200, {"status": "ok"})
-            continue
-        for key in ("", "wrong-key"):
-            locked.fails(401, method, path.replace("{name}", "shop"), key=key)
-    locked.ok("PUT", SHOP, point, key="key-of-ann")
-    assert locked.ok("POST", f"{SHOP}/count", {}, key="key-of-bob")["count"] == 0
-    assert locked.ok("POST", f"{SHOP}/count", {}, key="only-reads")["count"] == 1
-    assert locked.ok("POST", f"{SHOP}/count", {}, key="whole-key", tenant="ann")["count"] == 1
-    assert locked.ok("POST", f"{SHOP}/count", {}, key="key-of-two", tenant="ann")["count"] == 1
-    assert "shoal-tenant" in locked.fails(400, "POST", f"{SHOP}/count", {}, key="key-of-two")
-    for tenant in ("ann", "unheard-of", ""):  # whether it exists or not
-        status = 400 if not tenant else 403
-        locked.fails(status, "POST", f"{SHOP}/count", {}, key="key-of-bob", tenant=tenant)
-    locked.fails(403, "PUT", SHOP, point, key="only-reads")
-    locked.fails(403, "POST", f"{SHOP}/delete", {"points": [1]}, key="only-reads")
-    for method, path in (
-        ("DELETE", "/collections/shop"), ("PUT", "/collections/x"),
-        ("POST", "/collections/shop/snapshots"), ("GET", "/metrics"),
-    ):  # fmt: skip
-        locked.fails(403, method, path, {"vectors": {"size": 2}}, key="key-of-ann")
-    assert "at most" in locked.fails(400, "POST", SHOP, {"ids": list(range(10_001))},
-                                     key="whole-key")  # fmt: skip
-
-
-def test_files_of_keys(tmp_path, monkeypatch):
-    file = tmp_path / "keys.yaml"
-    file.write_text("keys:\n- {key: key-of-ann, tenants: [ann]}\n")
-    monkeypatch.setenv("SHOAL_API_KEY", "whole-key")
-    ring = KeyRing.read(str(file))
-    assert ring.of("key-of-ann").tenants == ("ann",) and ring.of("whole-key").tenants is None
-    assert not ring.of(None).write and "key-of-ann" not in repr(ring.of("key-of-ann"))
-    for text, named in (
-        ("keys:\n- {tenants: [ann]}\n", "key"), ("keys: 3\n", "keys"), ("[", "keys.yaml"),
-        ("keys:\n- {key: key-of-ann, tenants: []}\n", "tenants"),
-        ("keys:\n- {key: key-of-ann}\n- {key: key-of-ann}\n", "twice"),
-        ("keys:\n- {key: key-of-ann, tenants: ['']}\n", "tenant"),
-    ):  # fmt: skip
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=named):
-            KeyRing.read(str(file))
-    with pytest.raises(ConfigError):
-        KeyRing.read(str(tmp_path / "none.yaml"))
-    options = SearchOptions(directory=tmp_path / "c", host="0.0.0.0", port=0)
-    with pytest.raises(ServeError, match=r"0\.0\.0\.0"), running_search(options):
-        pass
-    options = SearchOptions(
-        directory=tmp_path / "c", keys=KeyRing((KeyRights(key="short"),)), port=0
-    )
-    with pytest.raises(ServeError, match="8 printable"), running_search(options):
-        pass
-
-
-def test_more_requests_than_allowed_are_refused(tmp_path):
-    made = Client(tmp_path / "c", limits=replace(LIMITS, open_requests=1, body_bytes=100))
-    made.ok("PUT", "/collections/a", {"vectors": {"size": 2}})
-    assert "100 B" in made.fails(413, "PUT", "/collections/a/points", {"points": [0] * 100})
-
-    async def both():
-        receive_first = asyncio.Event()
-        answers = []
-
-        async def ask(body, hold):
-            async def receive():
-                if hold:
-                    await asyncio.wait_for(receive_first.wait(), 5)
-                return {"type": "http.request", "body": body, "more_body": False}
-
-            async def send(message):
-                answers.append(message.get("status"))
-
-            scope = {
-                "type": "http", "method": "POST", "path": "/collections/a/points/count",
-                "raw_path": b"", "query_string": b"", "headers": [(b"host", b"localhost")],
-                "http_version": "1.1", "scheme": "http",
-            }  # fmt: skip
-            await made.app(scope, receive, send)
-
-        first = asyncio.create_task(ask(b"{}", hold=True))
-        await asyncio.sleep(0.01)
-        await ask(b"{}", hold=False)
-        receive_first.set()
-        await first
-        return [one for one in answers if one]
-
-    assert made.loop.run_until_complete(both()) == [429, 200]
-    made.close()
 
 
 def test_a_library_outlives_what_was_cut_short(tmp_path):

@@ -104,7 +104,7 @@ class FeatureTable:
         link = None if host_bytes_per_s is None else EmulatedLink(host_bytes_per_s)
         row = 4 * self.dim
         size = BUFFERS * (row * batch_rows + 256)
-        # All that the host moves passes its link, whoever moves it.
+        # Both movers share the link, which limits all traffic of the host's memory.
         self.host = BudgetedTier("host", max(size, 256), pinned=self.device.type != "cpu")
         kept = row * part.device_rows(self.num_rows) + 256
         self.on_device = BudgetedTier("device", size + kept, self.device)
