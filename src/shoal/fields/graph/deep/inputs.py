@@ -12,7 +12,7 @@ from shoal.fields.graph.deep.job import TrainDeepGnnJob
 from shoal.fields.graph.deep.partition import NodeDivision, normalised
 from shoal.fields.graph.deep.protocols import DeepGnnError, RankGrid
 from shoal.fields.graph.gnn.inputs import ClassifiedGraph, classified_graph
-from shoal.fields.graph.gnn.job import TrainGnnJob
+from shoal.fields.graph.gnn.job import ClassifiedGraphKeys
 
 
 def deep_graph(job: TrainDeepGnnJob) -> ClassifiedGraph:
@@ -23,12 +23,12 @@ def deep_graph(job: TrainDeepGnnJob) -> ClassifiedGraph:
         DeepGnnError: its edges have directions.
         GnnError: it has weights, or no single labels.
     """
-    fields = ("data", "labels", "feature_dim", "train_share", "val_share", "seed")
-    return _read(TrainGnnJob(**{name: getattr(job, name) for name in fields}))
+    keys = {name: getattr(job, name) for name in ClassifiedGraphKeys.model_fields}
+    return _read(ClassifiedGraphKeys(**keys))
 
 
 @functools.lru_cache(maxsize=1)
-def _read(job: TrainGnnJob) -> ClassifiedGraph:
+def _read(job: ClassifiedGraphKeys) -> ClassifiedGraph:
     data = classified_graph(job)
     if data.graph.directed:
         raise DeepGnnError(

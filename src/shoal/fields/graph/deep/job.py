@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shoal.core.config import Kind
 from shoal.core.parts import Choice
 from shoal.fields.graph.deep.protocols import RankGrid
+from shoal.fields.graph.gnn.job import ClassifiedGraphKeys
 from shoal.ir import Job, Plan, Report
 
 
-class TrainDeepGnnJob(Job):
+class TrainDeepGnnJob(ClassifiedGraphKeys, Job):
     """Train a deep graph network (GCNII) on several ranks.
 
     Args:
         job: the kind of job.
         name: name of the run and of its directory.
-        data: a graph with one label for each node, as of ``train_gnn``: ``packages``, a .npz of
-            Planetoid, a file.
-        labels: a file with an id and a label a line; empty for those that the graph brings.
         split: how ranks share the network; None lets the planner choose.
         ranks: processes, each with one thread.
         hidden: numbers of a hidden vector.
@@ -33,17 +31,11 @@ class TrainDeepGnnJob(Job):
             leaves the vectors and gradients that the next epoch begins with.
         refresh: so many epochs after an exact one another one is exact; 0 for none.
         warmup: epochs in which the learning rate rises.
-        feature_dim: numbers of the vectors that FastRP makes of a graph without features.
-        train_share: of the nodes with labels, where the data divide none.
-        val_share: of the nodes with labels, by which the best epoch is chosen.
         runs: trainings, each with a seed of its own.
-        seed: of the first training.
     """
 
     job: Literal["train_deep_gnn"] = "train_deep_gnn"
     name: str = Field(default="deep_gnn", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    data: str
-    labels: str = ""
     split: Annotated[Choice, Kind("graph_split")] | None = None
     ranks: Annotated[int, Ge(1), Le(256)] = 4
     hidden: Annotated[int, Ge(1), Le(4096)] = 64
@@ -54,11 +46,7 @@ class TrainDeepGnnJob(Job):
     exact_epochs: PositiveInt = 1
     refresh: NonNegativeInt = 0
     warmup: NonNegativeInt = 0
-    feature_dim: Annotated[int, Ge(1), Le(4096)] = 128
-    train_share: Annotated[float, Gt(0), Lt(1)] = 0.1
-    val_share: Annotated[float, Gt(0), Lt(1)] = 0.1
     runs: PositiveInt = 1
-    seed: NonNegativeInt = 0
 
     def exact(self, epoch: int) -> bool:
         """Whether a pipeline's epoch, from 1 on, has one chunk."""

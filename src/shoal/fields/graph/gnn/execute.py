@@ -12,7 +12,7 @@ import numpy as np
 from shoal.core.extras import require_extra
 from shoal.core.files import open_atomic, write_atomic, write_json
 from shoal.core.parts import Choice, table
-from shoal.fields.graph.gnn.inputs import classified_graph
+from shoal.fields.graph.gnn.inputs import check_batches, classified_graph
 from shoal.fields.graph.gnn.job import TrainGnnJob
 from shoal.fields.running import RunOutcome, RunProgress
 
@@ -42,6 +42,7 @@ def execute(
     from shoal.kernel.threads import torch_threads
 
     progress.say(0.0, "reading")
+    check_batches(job)
     data = classified_graph(job)
     features = data.features_of(job.feature_dim, job.seed)
     before: list[dict[str, Any]] = list((progress.state or {}).get("seeds", []))

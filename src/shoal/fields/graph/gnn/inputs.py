@@ -15,7 +15,7 @@ from shoal.core.random import generator
 from shoal.cost.workloads.trace import find_data
 from shoal.fields.graph.embedding.call import embed
 from shoal.fields.graph.gather.table import mapped_table
-from shoal.fields.graph.gnn.job import TrainGnnJob
+from shoal.fields.graph.gnn.job import ClassifiedGraphKeys, TrainGnnJob
 from shoal.fields.graph.gnn.protocols import GnnError
 from shoal.fields.graph.graph import CSRGraph
 from shoal.fields.graph.loading import read_graph, read_labels
@@ -63,15 +63,14 @@ class ClassifiedGraph:
         return np.asarray((rows - rows.mean(axis=0)) / np.maximum(rows.std(axis=0), 1e-12))
 
 
-def classified_graph(job: TrainGnnJob) -> ClassifiedGraph:
+def classified_graph(job: ClassifiedGraphKeys) -> ClassifiedGraph:
     """Read the graph and divide its nodes.
 
     Raises:
         DataError: a file cannot be read.
-        GraphError: it is no graph, or fan-outs that draw nothing.
+        GraphError: it is no graph.
         GnnError: it has weights, or no single labels; or keys of the job that do not fit.
     """
-    check_batches(job)
     data = _divided(job)
     if not job.features:
         return data
@@ -111,7 +110,7 @@ def check_batches(job: TrainGnnJob) -> None:
     )  # fmt: skip
 
 
-def _divided(job: TrainGnnJob) -> ClassifiedGraph:
+def _divided(job: ClassifiedGraphKeys) -> ClassifiedGraph:
     if job.data.endswith(".npz"):
         path = find_data("data", job.data, _SOURCE)
         given = _planetoid(path)

@@ -8,7 +8,7 @@ import numpy as np
 
 from shoal.core.parts import Choice, table
 from shoal.fields.graph.gnn.costs import rates_of
-from shoal.fields.graph.gnn.inputs import ClassifiedGraph, classified_graph
+from shoal.fields.graph.gnn.inputs import ClassifiedGraph, check_batches, classified_graph
 from shoal.fields.graph.gnn.job import TrainGnnJob, TrainGnnPlan
 from shoal.fields.graph.gnn.protocols import AggregateWork, GnnRates, NeighbourAggregator
 from shoal.ir import Interval, Machine
@@ -23,6 +23,7 @@ def plan_gnn(job: TrainGnnJob, machine: Machine) -> list[TrainGnnPlan]:
     Raises:
         ShoalError: the graph cannot be read.
     """
+    check_batches(job)
     data, rates = classified_graph(job), rates_of(machine)
     if job.fanouts:
         from shoal.fields.graph.gnn.batches import plan_batches
