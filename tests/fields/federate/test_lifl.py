@@ -436,7 +436,7 @@ def test_the_keys_of_an_aggregator_that_is_killed_go_to_another():
 def test_a_gateway_that_is_killed_is_one_clear_error():
     with driven(Lifl(), clients=2) as driver:
         assert driver.send("c0", np.ones(SIZE, np.float32)).status_code == 200
-        driver.plane._gateways.members[0].process.kill()
+        driver.plane._processes.members[0].process.kill()
         with pytest.raises(FederationError, match="has ended, and the updates"):
             driver.plane.total()
 
@@ -451,7 +451,7 @@ if __name__ == "__main__":
         assert driver.send(name, np.ones(1000, np.float32)).status_code == 200
     while driver.plane.facts()["objects"] < 6:
         time.sleep(0.02)
-    pids = [one.process.pid for one in driver.plane._gateways.members]
+    pids = [one.process.pid for one in driver.plane._processes.members]
     pids += [int(pid) for store in driver.plane._stores for pid in store.workers["pid"] if pid]
     print(json.dumps(pids), flush=True)
     sys.stdin.read()

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import uvicorn
 
 from shoal.fields.federate.planes.broker import Broker
-from shoal.fields.federate.planes.node import Node, serve
+from shoal.fields.federate.planes.node import Node
+from shoal.fields.federate.planes.process import serve
 from shoal.fields.federate.wire.receive import RequestHead, RequestRefusedError
 
 _Message = MutableMapping[str, Any]

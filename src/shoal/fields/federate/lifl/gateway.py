@@ -15,14 +15,11 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import json
 import os
 import re
 import resource
 import socket
-import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +34,7 @@ from shoal.fields.federate.exchange import exchange_of
 from shoal.fields.federate.job import FederateJob
 from shoal.fields.federate.lifl.store import ObjectStore
 from shoal.fields.federate.lifl.tree import Tree, TreeOptions
-from shoal.fields.federate.planes.channels import MESSAGE_BYTES
+from shoal.fields.federate.planes.process import Process, serve
 from shoal.fields.federate.protocols import FederationError, LocalJob, UpdateRefusedError
 from shoal.fields.federate.wire.bodies import post
 from shoal.fields.federate.wire.keys import Keys, server_tls
@@ -47,13 +44,12 @@ from shoal.fields.federate.wire.receive import (
     RequestHead,
     RequestRefusedError,
     Upload,
-    listen,
 )
 
 _SUM = re.compile(r"/v1/sums/([0-9.e+-]{1,32})/(\d{1,9})")
 
 
-class Gateway:
+class Gateway(Process):
     """Routes, store and aggregators of a host.
 
     Args:
@@ -63,20 +59,20 @@ class Gateway:
 
     def __init__(self, given: Mapping[str, Any], channel: socket.socket) -> None:
         self._size: int = given["size"]
+        job = FederateJob.model_validate(given["job"])
+        tls = server_tls(job.certfile, job.keyfile) if job.certfile else None
+        super().__init__(channel, 4 * self._size + HEADER_BYTES, tls)
         self._token: str = given["token"]
         self._store = ObjectStore(given["file"], given["slots"], given["slot_bytes"])
         self._keys = Keys(given["keys"])
-        job = FederateJob.model_validate(given["job"])
         self._exchange = exchange_of(job, tuple(given["names"]))
         self._certfile: str = job.certfile
         self._processes: dict[int, tuple[subprocess.Popen[Any], socket.socket]] = {}
         self._ended: list[subprocess.Popen[Any]] = []
         self._tree = Tree(self._store, self._size, TreeOptions(**given["tree"]), self)
-        self._channel = channel
         self._verdicts: dict[bytes, asyncio.Future[str | None]] = {}
         self._sending: set[str] = set()
-        self._over = asyncio.Event()
-        self.full = self.received = self._hop_bytes = 0
+        self.full = self._hop_bytes = 0
 
     # Requests
 
@@ -139,7 +135,7 @@ class Gateway:
         """
         try:
             loss, offset = self._decode(slot, size, name, number)
-            wrong = ["", ""]
+            wrong: list[str] = []
         except UpdateRefusedError as cause:
             loss, offset, wrong = 0.0, 0, [str(cause), cause.reason]
         self.received += size
@@ -148,7 +144,7 @@ class Gateway:
         )
         verdict: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._verdicts[key] = verdict
-        self._say("arrived", key=key.hex(), client=name, number=number, loss=loss, wrong=wrong)
+        self.say("arrived", key=key.hex(), client=name, number=number, loss=loss, wrong=wrong)
         refused = await verdict
         if refused is not None:
             self._store.release(key)
@@ -215,7 +211,7 @@ class Gateway:
 
     def give_up(self) -> None:
         """Say that nothing is summed here any more."""
-        self._say("failed", reason="aggregators end as soon as they are given an update")
+        self.say("failed", reason="aggregators end as soon as they are given an update")
 
     def _answered(self, row: int, mine: socket.socket) -> None:
         try:
@@ -234,53 +230,34 @@ class Gateway:
 
     # The server
 
-    def heard(self) -> None:
-        """Messages of the server have come."""
-        while True:
-            try:
-                data = self._channel.recv(MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._over.set()
-                return
-            message = json.loads(data)
-            getattr(self, f"_on_{message.pop('kind')}")(**message)
-
-    def _say(self, kind: str, **words: Any) -> None:
-        self._channel.setblocking(True)
-        try:
-            self._channel.send(json.dumps({"kind": kind, **words}).encode())
-        except OSError:
-            self._over.set()
-        finally:
-            self._channel.setblocking(False)
-
-    def _on_verdict(self, key: str, refused: str | None) -> None:
+    def on_verdict(self, number: int, refused: str | None, key: str) -> None:
+        """Whether an update is taken."""
         verdict = self._verdicts.pop(bytes.fromhex(key))
         if not verdict.done():
             verdict.set_result(refused)
 
-    def _on_fold(self, key: str, weight: float) -> None:
+    def on_fold(self, key: str, weight: float) -> None:
+        """Give an update to an aggregator."""
         self._store.weigh(bytes.fromhex(key), weight)
         self._tree.add(bytes.fromhex(key))
 
-    def _on_drop(self, key: str) -> None:
+    def on_drop(self, key: str) -> None:
+        """Forget an update."""
         self._store.release(bytes.fromhex(key))
 
-    def _on_free(self, key: str) -> None:
+    def on_free(self, key: str) -> None:
+        """The server has the sum."""
         self._store.release(bytes.fromhex(key))
 
-    def _on_flush(self, expected: int, to: str) -> None:
+    def on_flush(self, expected: int, to: str) -> None:
+        """Finish the sum, and send it to ``to``, if that is somewhere else."""
         self._tree.flush(expected, not to, functools.partial(self._summed, to))
 
     def _summed(self, to: str, key: bytes | None) -> None:
         if to and key is not None:
             self._streaming = asyncio.get_running_loop().create_task(self._stream(to, key))
             return
-        self._say("total", key=None if key is None else key.hex())
+        self.say("total", key=None if key is None else key.hex())
 
     async def _stream(self, to: str, key: bytes) -> None:
         numbers, _ = self._store.get(key)
@@ -290,18 +267,19 @@ class Gateway:
             body = memoryview(numbers.data).cast("B")
             await asyncio.to_thread(post, url, body, self._token, self._certfile)
         except (OSError, FederationError) as cause:
-            self._say("failed", reason=f"the sum of a host did not reach {to}: {cause}")
+            self.say("failed", reason=f"the sum of a host did not reach {to}: {cause}")
             return
         self._store.release(key)
-        self._say("total", key=None)
+        self.say("total", key=None)
 
-    def _on_facts(self) -> None:
+    def on_facts(self) -> None:
+        """Say what was used."""
         rows = self._store.workers
         live = sum(cpu_seconds(process.pid) for process, _ in self._processes.values())
         usage = [
             resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
         ]
-        self._say(
+        self.say(
             "facts",
             starts=self._tree.starts,
             hops=self._tree.sent,
@@ -316,19 +294,14 @@ class Gateway:
             cpu_s=live + sum(one.ru_utime + one.ru_stime for one in usage),
         )
 
-    async def run(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Work until the server closes the channel."""
-        self._channel.setblocking(False)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._channel, self.heard)
-        server = await listen(self, listener, most=4 * self._size + HEADER_BYTES, tls=tls)
-        self._say("ready")
+    async def until_over(self) -> None:
+        """End aggregators that are idle until the channel is closed, then all."""
         while not self._over.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), 0.5)
             self._tree.stop_idle(time.monotonic())
             self._ended = [one for one in self._ended if one.poll() is None]
-        server.close()
+        self._server.close()
         children.kill([*(process for process, _ in self._processes.values()), *self._ended])
 
 
@@ -392,18 +365,5 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
-    """``python -m ... LISTENER CHANNEL``: descriptors are inherited; settings on standard input."""
-    listener, channel = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
-    given = json.loads(sys.stdin.readline())
-    job = given["job"]
-    tls = server_tls(job["certfile"], job["keyfile"]) if job["certfile"] else None
-
-    async def run() -> None:
-        await Gateway(given, channel).run(listener, tls)
-
-    asyncio.run(run())
-
-
 if __name__ == "__main__":
-    main()
+    serve(Gateway)

@@ -6,12 +6,8 @@ Source: Qi et al., LIFL: A Lightweight, Event-driven Serverless Platform for Fed
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import secrets
-from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -21,13 +17,10 @@ from annotated_types import Ge, Gt, Le
 from shoal.core.parts import part
 from shoal.fields.federate.lifl.placement import BestFitPlacement
 from shoal.fields.federate.lifl.store import ObjectStore, ObjectStoreError
-from shoal.fields.federate.planes.channels import Channels
-from shoal.fields.federate.planes.direct import verdict_of
 from shoal.fields.federate.planes.protocols import PlaneWork
-from shoal.fields.federate.protocols import FederationError, LocalJob, Update, UpdateRefusedError
+from shoal.fields.federate.planes.remote import RemoteSums
+from shoal.fields.federate.protocols import FederationError, LocalJob, Update
 from shoal.fields.federate.wire.messages import HEADER_BYTES
-
-_TOTAL_S = 600.0
 
 
 @part
@@ -78,7 +71,7 @@ class StoredUpdate:
     key: str
 
 
-class LiflRun:
+class LiflRun(RemoteSums):
     """The plane at work.
 
     Args:
@@ -86,28 +79,18 @@ class LiflRun:
         work: what it is for.
     """
 
-    distributed: ClassVar = True
-
     def __init__(self, part: Lifl, work: PlaneWork) -> None:
-        if not work.folds:
-            raise FederationError(
-                "plane: lifl sums updates where they arrive, and this rule needs each of them; "
-                "choose robust: mean, or plane: direct"
-            )
-        self._part, self._work = part, work
+        super().__init__(work, "lifl")
+        self._part = part
         self._fit = BestFitPlacement([part.capacity] * part.hosts)
         self._placed: dict[int, int] = {}
         self._folded = [0] * part.hosts
-        self._totals: queue.SimpleQueue[tuple[int, str | None] | FederationError] = (
-            queue.SimpleQueue()
-        )
         self._stores: list[ObjectStore] = []
-        self._gateways = Channels(work.job["listen"], self._heard)
         try:
             token = secrets.token_hex(16)
             for _ in range(part.hosts):
                 self._start(token)
-            self._gateways.ready()
+            self._processes.ready()
         except BaseException:
             self.close()
             raise
@@ -144,70 +127,38 @@ class LiflRun:
                 "keep_s": part.keep_s,
             },
         }
-        self._gateways.start("shoal.fields.federate.lifl.gateway", given, (store.file,))
+        self._processes.start("shoal.fields.federate.lifl.gateway", given, (store.file,))
 
-    # Messages of gateways, in a thread of their own
-
-    def _heard(self, at: int, kind: str, words: dict[str, Any]) -> None:
-        if kind == "arrived":
-            self._arrived(at, **words)
-        elif kind == "total":
-            self._totals.put((at, words["key"]))
-        elif kind == "failed":
-            self._totals.put(FederationError(f"plane: {words['reason']}"))
-        else:
-            self._totals.put(self._gateways.gone(at))
-
-    def _arrived(
-        self, at: int, key: str, client: str, number: int, loss: float, wrong: list[str]
-    ) -> None:
-        delta = UpdateRefusedError(*wrong) if wrong[0] else StoredUpdate(at, key)
-        update = Update(number=number, client=client, delta=delta, loss=loss)
-
-        def answer(verdict: Future[str | None]) -> None:
-            with contextlib.suppress(FederationError):
-                self._gateways.say(at, "verdict", key=key, refused=verdict_of(verdict))
-
-        self._work.arrived(update).add_done_callback(answer)
+    def _place(self, at: int, **words: Any) -> StoredUpdate:
+        return StoredUpdate(at, words["key"])
 
     # The coordinator's
-
-    def check(self, update: Update, size: int) -> None:
-        """The gateway has done it, and what was wrong stands in the place of the numbers."""
-        if isinstance(update.delta, UpdateRefusedError):
-            raise update.delta
 
     def fold(self, update: Update, weight: float) -> None:
         """Its gateway gives it to an aggregator."""
         stored: StoredUpdate = update.delta
         self._folded[stored.host] += 1
-        self._gateways.say(stored.host, "fold", key=stored.key, weight=weight)
+        self._processes.say(stored.host, "fold", key=stored.key, weight=weight)
 
     def total(self) -> np.ndarray:
         """Hosts stream their sums to the first one, which is the server's own."""
         scheme = "https" if self._work.job["certfile"] else "http"
-        host = self._gateways.host
+        host = self._processes.host
         here = f"[{host}]" if ":" in host else host
-        to = f"{scheme}://{here}:{self._gateways.members[0].port}"
+        to = f"{scheme}://{here}:{self._processes.members[0].port}"
         busy = [at for at in range(1, self._part.hosts) if self._folded[at]]
         for at in busy:
-            self._gateways.say(at, "flush", expected=0, to=to)
-        self._gateways.say(0, "flush", expected=len(busy), to="")
+            self._processes.say(at, "flush", expected=0, to=to)
+        self._processes.say(0, "flush", expected=len(busy), to="")
         missing, key = {0, *busy}, None
         while missing:
-            try:
-                said = self._totals.get(timeout=_TOTAL_S)
-            except queue.Empty:
-                raise FederationError(f"plane: no sum within {_TOTAL_S:g} s") from None
-            if isinstance(said, FederationError):
-                raise said
-            at, found = said
+            at, words = self.next_sum()
             missing.discard(at)
-            key = found or key
+            key = words["key"] or key
         assert key is not None
         numbers, _ = self._stores[0].get(bytes.fromhex(key))
         result = numbers.copy()
-        self._gateways.say(0, "free", key=key)
+        self._processes.say(0, "free", key=key)
         self._folded = [0] * self._part.hosts
         self._fit.clear()
         self._placed.clear()
@@ -215,7 +166,7 @@ class LiflRun:
 
     def drop(self, update: Update) -> None:
         """Its slot is free again."""
-        self._gateways.say(update.delta.host, "drop", key=update.delta.key)
+        self._processes.say(update.delta.host, "drop", key=update.delta.key)
 
     def partial(self) -> np.ndarray | None:
         """None between aggregations.
@@ -227,23 +178,15 @@ class LiflRun:
             raise FederationError("plane: lifl cannot be saved in the midst of an aggregation")
         return None
 
-    def resume(self, partial: np.ndarray) -> None:
-        """Never: :meth:`partial` gives nothing."""
-        raise FederationError("plane: lifl cannot go on from a sum; choose plane: direct")
-
     def address(self, job: LocalJob) -> str:
         """The gateway of the host on which the update is placed."""
         if job.number not in self._placed:
             self._placed[job.number] = self._fit.place()
-        return f":{self._gateways.members[self._placed[job.number]].port}"
-
-    def facts(self) -> Mapping[str, float]:
-        """Counters of all hosts, added."""
-        return self._gateways.facts()
+        return f":{self._processes.members[self._placed[job.number]].port}"
 
     def close(self) -> None:
         """End the gateways, and with them all else."""
-        self._gateways.close()
+        super().close()
         for store in self._stores:
             store.close()
         self._stores = []

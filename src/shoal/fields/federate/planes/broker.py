@@ -10,23 +10,18 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import queue
 import secrets
-from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Le
 
 from shoal.core.parts import part
-from shoal.fields.federate.planes.channels import Channels
-from shoal.fields.federate.planes.direct import verdict_of
 from shoal.fields.federate.planes.protocols import PlaneWork
-from shoal.fields.federate.protocols import FederationError, LocalJob, Update, UpdateRefusedError
+from shoal.fields.federate.planes.remote import SUM_S, RemoteSums
+from shoal.fields.federate.protocols import FederationError, LocalJob, Update
 from shoal.fields.federate.wire.messages import HEADER_BYTES
 
-_TOTAL_S = 600.0
 _RELAY = "shoal.fields.federate.planes.relay"
 
 
@@ -61,7 +56,7 @@ class Broker:
         return BrokerRun(self, work)
 
 
-class BrokerRun:
+class BrokerRun(RemoteSums):
     """The plane at work.
 
     Args:
@@ -69,19 +64,11 @@ class BrokerRun:
         work: what it is for.
     """
 
-    distributed: ClassVar = True
-
     def __init__(self, part: Broker, work: PlaneWork) -> None:
-        if not work.folds:
-            raise FederationError(
-                "plane: broker sums updates where they arrive, and this rule needs each of them; "
-                "choose robust: mean, or plane: direct"
-            )
         if work.job["certfile"]:
             raise FederationError("plane: broker speaks no TLS; choose plane: lifl or direct")
-        self._work, self._token = work, secrets.token_hex(16)
-        self._totals: queue.SimpleQueue[tuple[int, int] | FederationError] = queue.SimpleQueue()
-        self._nodes = Channels(work.job["listen"], self._heard)
+        super().__init__(work, "broker")
+        self._token = secrets.token_hex(16)
         leaves = part.workers or max(1, (os.cpu_count() or 1) // part.hosts)
         given = {
             "size": work.size,
@@ -92,15 +79,15 @@ class BrokerRun:
             "fan_in": part.fan_in,
         }
         try:
-            self._top = self._nodes.start(part.node, given)
+            self._top = self._processes.start(part.node, given)
             hosts = range(part.hosts if part.tree else 0)
-            self._middles = [self._nodes.start(part.node, given) for _ in hosts]
+            self._middles = [self._processes.start(part.node, given) for _ in hosts]
             self._leaves = [
-                [self._nodes.start(part.node, given) for _ in range(leaves)] for _ in hosts
+                [self._processes.start(part.node, given) for _ in range(leaves)] for _ in hosts
             ] or [[self._top]]
-            numbers = [*range(len(self._nodes.members))]
+            numbers = [*range(len(self._processes.members))]
             self._addresses = self._relayed(numbers) if part.relays else self._direct(numbers)
-            self._nodes.ready()
+            self._processes.ready()
             self._connect()
         except BaseException:
             self.close()
@@ -110,20 +97,20 @@ class BrokerRun:
         self._at: dict[int, int] = {}
 
     def _direct(self, numbers: list[int]) -> dict[int, str]:
-        return {one: f":{self._nodes.members[one].port}" for one in numbers}
+        return {one: f":{self._processes.members[one].port}" for one in numbers}
 
     def _relayed(self, numbers: list[int]) -> dict[int, str]:
         """A sidecar for each node, and the broker before them."""
         most = 4 * self._work.size + HEADER_BYTES
-        ports = {one: self._nodes.members[one].port for one in numbers}
+        ports = {one: self._processes.members[one].port for one in numbers}
         sidecars = {
-            one: self._nodes.members[
-                self._nodes.start(_RELAY, {"most": most, "ports": [port]})
+            one: self._processes.members[
+                self._processes.start(_RELAY, {"most": most, "ports": [port]})
             ].port
             for one, port in ports.items()
         }
-        broker = self._nodes.start(_RELAY, {"most": most, "ports": [*sidecars.values()]})
-        first = self._nodes.members[broker].port
+        broker = self._processes.start(_RELAY, {"most": most, "ports": [*sidecars.values()]})
+        first = self._processes.members[broker].port
         return {one: f":{first}/to/{sidecars[one]}/to/{port}" for one, port in ports.items()}
 
     def _connect(self) -> None:
@@ -131,60 +118,33 @@ class BrokerRun:
             return f"http://127.0.0.1{self._addresses[one]}/v1/sums"
 
         for middle, leaves in zip(self._middles, self._leaves, strict=False):
-            self._nodes.say(middle, "up", url=url(self._top))
+            self._processes.say(middle, "up", url=url(self._top))
             for leaf in leaves:
-                self._nodes.say(leaf, "up", url=url(middle))
+                self._processes.say(leaf, "up", url=url(middle))
 
-    def _heard(self, at: int, kind: str, words: dict[str, Any]) -> None:
-        if kind == "arrived":
-            self._arrived(at, **words)
-        elif kind == "total":
-            self._totals.put((at, words["count"]))
-        elif kind == "failed":
-            self._totals.put(FederationError(f"plane: {words['reason']}"))
-        else:
-            self._totals.put(self._nodes.gone(at))
-
-    def _arrived(self, at: int, client: str, number: int, loss: float, wrong: list[str]) -> None:
-        delta = UpdateRefusedError(*wrong) if wrong else at
-        update = Update(number=number, client=client, delta=delta, loss=loss)
-
-        def answer(verdict: Future[str | None]) -> None:
-            with contextlib.suppress(FederationError):
-                self._nodes.say(at, "verdict", number=number, refused=verdict_of(verdict))
-
-        self._work.arrived(update).add_done_callback(answer)
+    def _place(self, at: int, **words: Any) -> int:
+        return at
 
     # The coordinator's
 
-    def check(self, update: Update, size: int) -> None:
-        """The node has done it, and what was wrong stands in the place of the numbers."""
-        if isinstance(update.delta, UpdateRefusedError):
-            raise update.delta
-
     def fold(self, update: Update, weight: float) -> None:
         """The node that has it adds it."""
-        self._nodes.say(update.delta, "fold", number=update.number, weight=weight)
+        self._processes.say(update.delta, "fold", number=update.number, weight=weight)
 
     def total(self) -> np.ndarray:
         """Leaves send what they have to their middles, and middles to the top."""
         for level in ([one for host in self._leaves for one in host], self._middles, [self._top]):
             for one in level:
-                self._nodes.say(one, "flush")
+                self._processes.say(one, "flush")
             for _ in level:
-                try:
-                    said = self._totals.get(timeout=_TOTAL_S)
-                except queue.Empty:
-                    raise FederationError(f"plane: no sum within {_TOTAL_S:g} s") from None
-                if isinstance(said, FederationError):
-                    raise said
+                self.next_sum()
         self._at.clear()
         return self._fetch()
 
     def _fetch(self) -> np.ndarray:
         """The sum of the top; its last way is direct in any case."""
-        port = self._nodes.members[self._top].port
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TOTAL_S)
+        port = self._processes.members[self._top].port
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SUM_S)
         with contextlib.closing(connection):
             headers = {"Authorization": f"Bearer {self._token}"}
             try:
@@ -202,15 +162,11 @@ class BrokerRun:
 
     def drop(self, update: Update) -> None:
         """The node forgets it."""
-        self._nodes.say(update.delta, "drop", number=update.number)
+        self._processes.say(update.delta, "drop", number=update.number)
 
     def partial(self) -> np.ndarray | None:
         """None: what nodes have is not saved."""
         return None
-
-    def resume(self, partial: np.ndarray) -> None:
-        """Never: :meth:`partial` gives nothing."""
-        raise FederationError("plane: broker cannot go on from a sum; choose plane: direct")
 
     def address(self, job: LocalJob) -> str:
         """Leaves take ``fan_in`` updates each, in turn, host by host."""
@@ -219,11 +175,3 @@ class BrokerRun:
             self._at[job.number] = leaves[(self._given // self._fan_in) % len(leaves)]
             self._given += 1
         return self._addresses[self._at[job.number]]
-
-    def facts(self) -> Mapping[str, float]:
-        """Counters of all processes, added."""
-        return self._nodes.facts()
-
-    def close(self) -> None:
-        """End all processes."""
-        self._nodes.close()

@@ -9,11 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-import json
-import resource
 import socket
-import sys
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +19,8 @@ import numpy as np
 from shoal.fields.federate.aggregate.sums import add_weighted
 from shoal.fields.federate.exchange import Exchange
 from shoal.fields.federate.job import FederateJob
-from shoal.fields.federate.planes.channels import MESSAGE_BYTES
 from shoal.fields.federate.planes.direct import LocalSum
+from shoal.fields.federate.planes.process import Process, serve
 from shoal.fields.federate.protocols import FederationError, LocalJob, Update, UpdateRefusedError
 from shoal.fields.federate.wire.bodies import post
 from shoal.fields.federate.wire.keys import Keys
@@ -35,82 +31,7 @@ from shoal.fields.federate.wire.receive import (
     RequestHead,
     RequestRefusedError,
     Upload,
-    listen,
 )
-
-
-class Process(ABC):
-    """What processes that take HTTP share: a channel to the server of the federation.
-
-    Args:
-        channel: to it.
-        most: bytes of the largest body.
-    """
-
-    def __init__(self, channel: socket.socket, most: int) -> None:
-        self._channel, self._most = channel, most
-        self._over = asyncio.Event()
-        self.received = 0
-
-    @abstractmethod
-    def accept(self, head: RequestHead) -> Upload:
-        """Name the place of a body.
-
-        Raises:
-            RequestRefusedError: there is none.
-        """
-
-    def say(self, kind: str, **words: Any) -> None:
-        """Send a message."""
-        self._channel.setblocking(True)
-        try:
-            self._channel.send(json.dumps({"kind": kind, **words}).encode())
-        except OSError:
-            self._over.set()
-        finally:
-            self._channel.setblocking(False)
-
-    def _heard(self) -> None:
-        while True:
-            try:
-                data = self._channel.recv(MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._over.set()
-                return
-            message = json.loads(data)
-            getattr(self, f"on_{message.pop('kind')}")(**message)
-
-    def on_facts(self) -> None:
-        """Say what was used."""
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        self.say("facts", up_bytes=self.received, cpu_s=usage.ru_utime + usage.ru_stime)
-
-    async def listen(self, listener: socket.socket) -> None:
-        """Take requests at a socket that is bound."""
-        self._server = await listen(self, listener, most=self._most, tls=None)
-
-    async def run(self, listener: socket.socket) -> None:
-        """Work until the channel is closed."""
-        self._channel.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._channel, self._heard)
-        await self.listen(listener)
-        self.say("ready")
-        await self._over.wait()
-
-
-def serve(make: Any) -> None:
-    """Run a process: ``python -m ... LISTENER CHANNEL``, settings on standard input."""
-    listener, channel = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
-    given = json.loads(sys.stdin.readline())
-
-    async def run() -> None:
-        await make(given, channel).run(listener)
-
-    asyncio.run(run())
 
 
 @dataclass

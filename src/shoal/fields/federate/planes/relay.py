@@ -15,7 +15,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.fields.federate.planes.node import Process, Received, serve
+from shoal.fields.federate.planes.node import Received
+from shoal.fields.federate.planes.process import Process, serve
 from shoal.fields.federate.protocols import FederationError
 from shoal.fields.federate.wire.bodies import forward
 from shoal.fields.federate.wire.receive import Answer, RequestHead, RequestRefusedError, Upload
