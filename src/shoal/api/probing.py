@@ -274,8 +274,8 @@ def build_kernels(progress: Progress = silent) -> int:
     from functools import partial
     from importlib.util import find_spec
 
-    from shoal.checkpoint.checksum import native as checksums
-    from shoal.checkpoint.inmemory.field import native as coding
+    from shoal.checkpoint.checksum import library as checksums
+    from shoal.checkpoint.inmemory.field import library as coding
     from shoal.core.measure import num_cores
     from shoal.machine import native as probes
 

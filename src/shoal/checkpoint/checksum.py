@@ -86,23 +86,28 @@ def sampled_crc32c(data: int, nbytes: int, seed: int) -> int | None:
 @functools.cache
 def native() -> ctypes.CDLL | None:
     """The native functions of ``crc32c.cpp``; None where they cannot be built."""
-    from shoal.core.native import build
-
-    source = Path(__file__).with_name("crc32c.cpp").read_text("utf-8")
     try:
-        library = build(source, name="crc32c")
+        return library()
     except BuildError:
         return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """``crc32c.cpp``, compiled; BuildError where it cannot be."""
+    from shoal.core.native import build
+
+    built = build(Path(__file__).with_name("crc32c.cpp").read_text("utf-8"), name="crc32c")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    library.shoal_sample_crc32c.argtypes = (ctypes.c_uint64, pointer, size)
-    library.shoal_sample_crc32c.restype = ctypes.c_uint32
+    built.shoal_sample_crc32c.argtypes = (ctypes.c_uint64, pointer, size)
+    built.shoal_sample_crc32c.restype = ctypes.c_uint32
     for name, bits in (("16", ctypes.c_uint16), ("32", ctypes.c_uint32), ("64", ctypes.c_uint64)):
-        look = getattr(library, f"shoal_not_finite{name}")
+        look = getattr(built, f"shoal_not_finite{name}")
         look.argtypes, look.restype = (pointer, size, bits), ctypes.c_int
-    for function, pointers in ((library.shoal_crc32c, 1), (library.shoal_copy_crc32c, 2)):
+    for function, pointers in ((built.shoal_crc32c, 1), (built.shoal_copy_crc32c, 2)):
         function.argtypes = (ctypes.c_uint32, *[pointer] * pointers, size)
         function.restype = ctypes.c_uint32
-    return library
+    return built
 
 
 def _portable(data: np.ndarray | memoryview, before: int) -> int:

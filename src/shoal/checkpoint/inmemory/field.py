@@ -76,24 +76,23 @@ def add_scaled(out: Bytes, factor: int, x: Bytes) -> None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    try:
-        return build(Path(__file__).with_name("gf256.cpp").read_text("utf-8"), name="gf256")
-    except BuildError as cause:
-        warnings.warn(f"coding in memory is several times slower: {cause}", stacklevel=3)
-        return None
+def library() -> ctypes.CDLL:
+    """``gf256.cpp``, compiled; BuildError where it cannot be."""
+    built = build(Path(__file__).with_name("gf256.cpp").read_text("utf-8"), name="gf256")
+    pointer = c_void_p
+    built.gf_add_scaled.argtypes = [pointer, pointer, c_int64, pointer, pointer, c_uint64]
+    built.gf_add_scaled.restype = None
+    return built
 
 
 @functools.cache
 def native() -> Callable[..., Any] | None:
     """The native loop; None where it cannot be built, which is said once."""
-    library = _library()
-    if library is None:
+    try:
+        call: Callable[..., Any] = library().gf_add_scaled
+    except BuildError as cause:
+        warnings.warn(f"coding in memory is several times slower: {cause}", stacklevel=2)
         return None
-    call: Callable[..., Any] = library.gf_add_scaled
-    pointer = c_void_p
-    library.gf_add_scaled.argtypes = [pointer, pointer, c_int64, pointer, pointer, c_uint64]
-    library.gf_add_scaled.restype = None
     return call
 
 
