@@ -53,23 +53,19 @@ inline float negative_product(const float* a, const float* b, int64_t d) {
     return -sum;
 }
 
-// Coordinates that are compared before anything is decided: two lines of the cache.
-constexpr int64_t kHead = 32;
+// Coordinates that are compared before anything is decided: four lines of the cache.
+constexpr int64_t kHead = 64;
 
-// On from the sum of the first `at` coordinates; ends early once the sum cannot be below a limit.
-inline float squared_on(const float* a, const float* b, int64_t at, int64_t d, float sum,
-                        float limit) {
+// Right if it is below a limit; a number that is not below it otherwise.
+inline float squared_within(const float* a, const float* b, int64_t d, float limit) {
+    int64_t at = std::min(kHead, d);
+    float sum = squared(a, b, at);
     while (at < d && sum < limit) {
         const int64_t step = std::min(at, d - at);
         sum += squared(a + at, b + at, step);
         at += step;
     }
     return sum;
-}
-
-inline float squared_within(const float* a, const float* b, int64_t d, float limit) {
-    const int64_t head = std::min(kHead, d);
-    return squared_on(a, b, head, d, squared(a, b, head), limit);
 }
 
 // Open addressing, linear probing; erasing moves later ones back, so nothing is left of it. Keys are
@@ -260,10 +256,6 @@ struct Index {
     const float* centroid(int32_t node) const { return centroids.data() + node * dim; }
     float distance(const float* a, const float* b) const {
         return product ? negative_product(a, b, dim) : squared(a, b, dim);
-    }
-    // Right if it is below a limit; a number that is not below it otherwise.
-    float within(const float* a, const float* b, float limit) const {
-        return product ? negative_product(a, b, dim) : squared_within(a, b, dim, limit);
     }
     static uint64_t key(int32_t node, uint32_t tenant) { return uint64_t(node) << 32 | tenant; }
     List* list(int32_t node, uint32_t tenant) { return lists.find(key(node, tenant)); }
@@ -539,18 +531,40 @@ struct Best {  // the k nearest, a heap with the farthest on top
     }
 };
 
+inline void fetch(const float* from, int64_t numbers) {
+    for (int64_t at = 0; at < numbers; at += 16) __builtin_prefetch(from + at);
+}
+
+// The nearest rows. Of a row whose first coordinates are not too far the others are fetched too, and
+// looked at some rows later, when they have come.
 void scan(const Index& x, const float* query, const int32_t* rows, int64_t count, Best& best) {
-    constexpr int64_t kAhead = 8;
-    const int64_t fetched = x.product ? x.dim : std::min(kHead, x.dim);
-    for (int64_t i = 0; i < count + kAhead; ++i) {
-        if (i < count) {
-            const float* row = x.row(rows[i]);
-            for (int64_t at = 0; at < fetched; at += 16) __builtin_prefetch(row + at);
+    constexpr int64_t kAhead = 12, kWaiting = 8;
+    const int64_t head = x.product ? x.dim : std::min(kHead, x.dim);
+    struct {
+        float apart;
+        int32_t row;
+    } waiting[kWaiting];
+    int64_t first = 0, last = 0;
+    const auto finish = [&] {
+        const auto [apart, row] = waiting[first++ % kWaiting];
+        if (apart < best.limit)
+            best.offer(apart + squared(query + kHead, x.row(row) + kHead, x.dim - kHead), row);
+    };
+    for (int64_t i = 0; i < std::min(kAhead, count); ++i) fetch(x.row(rows[i]), head);
+    for (int64_t i = 0; i < count; ++i) {
+        if (i + kAhead < count) fetch(x.row(rows[i + kAhead]), head);
+        const float* row = x.row(rows[i]);
+        if (head == x.dim) {
+            best.offer(x.distance(query, row), rows[i]);
+            continue;
         }
-        if (i < kAhead) continue;
-        const int32_t row = rows[i - kAhead];
-        best.offer(x.within(query, x.row(row), best.limit), row);
+        const float apart = squared(query, row, kHead);
+        if (apart >= best.limit) continue;
+        fetch(row + kHead, x.dim - kHead);
+        if (last - first == kWaiting) finish();
+        waiting[last++ % kWaiting] = {apart, rows[i]};
     }
+    while (first < last) finish();
 }
 
 struct Bucket {
@@ -565,8 +579,9 @@ void search(Index& x, const float* query, int64_t k, uint32_t tenant, double gam
     const auto farther = [](const Place& a, const Place& b) { return a.first > b.first; };
     const Bits bits(tenant, x.words);
     const double enough = gamma2 * k, seen = gamma1 * enough;
-    std::vector<Place> queue;
-    std::vector<Bucket> buckets;
+    thread_local std::vector<Place> queue;
+    thread_local std::vector<Bucket> buckets;
+    queue.clear(), buckets.clear();
     int64_t found = 0, nodes = 0;
     if (bits.in(Siblings::of(x, 0))) queue.emplace_back(0.0f, 0);
     while (!queue.empty() && found < seen) {
@@ -590,7 +605,8 @@ void search(Index& x, const float* query, int64_t k, uint32_t tenant, double gam
     std::sort(buckets.begin(), buckets.end(),
               [](const Bucket& a, const Bucket& b) { return a.apart < b.apart; });
     // Behind each other, so that the next bucket's vectors are on their way at the end of one.
-    std::vector<int32_t> rows;
+    thread_local std::vector<int32_t> rows;
+    rows.clear();
     for (const Bucket& one : buckets) {
         if (double(rows.size()) >= enough) break;
         const int32_t* begin = x.arena.data(*one.list);
