@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from served_job import ServedJob
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.parts import Choice
 from shoal.fields.data.minhash import Bands, MinHasher, bands_reaching, collision
@@ -563,13 +564,16 @@ def test_queries_over_http(signed) -> None:
     from urllib.error import HTTPError
     from urllib.request import urlopen
 
+    from shoal.core.errors import ServeError
     from shoal.fields.graph.communities.serving import community_server
+    from shoal.serve.http.app_server import AppOptions
 
-    with community_server(signed) as address:
-        with urlopen(f"http://{address}/v1/communities?seeds=3,4&size=9", timeout=30) as response:
+    with community_server(signed) as url:
+        with urlopen(f"{url}/v1/communities?seeds=3,4&size=9", timeout=30) as response:
             said = json.load(response)
         assert said["added"] == signed.expand([3, 4], 9).added.tolist()
         assert said["seeds"] == [3, 4] and len(said["groups"]) == 9 and said["candidates"] > 7
+        assert said["seconds"] > 0
         for wrong, word in (
             ("", "seeds = 0"),
             ("seeds=3&size=1", "size = 1"),
@@ -579,17 +583,30 @@ def test_queries_over_http(signed) -> None:
             ("seeds=3&method=%3Cb%3E", "expected one of"),
         ):
             with pytest.raises(HTTPError) as caught:
-                urlopen(f"http://{address}/v1/communities?{wrong}", timeout=30)
-            assert caught.value.code == 422 and word in json.load(caught.value)["error"]
-        with urlopen(f"http://{address}/?seeds=3,4&size=9&method=pagerank", timeout=30) as response:
+                urlopen(f"{url}/v1/communities?{wrong}", timeout=30)
+            assert caught.value.code == 400
+            assert word in json.load(caught.value)["error"]["message"]
+        with urlopen(f"{url}/?seeds=3,4&size=9&method=pagerank", timeout=30) as response:
             page = response.read().decode()
         assert "<svg" in page and "<option selected>pagerank" in page
-        with urlopen(f"http://{address}/?seeds=%3Cscript%3E", timeout=30) as response:
+        assert " candidates, in " in page
+        with urlopen(f"{url}/?seeds=%3Cscript%3E", timeout=30) as response:
             page = response.read().decode()
         assert "<script>" not in page and "none of this name" in page
-        host, _, port = address.partition(":")
-        with (
-            pytest.raises(CommunityError, match="cannot listen"),
-            community_server(signed, host, int(port)),
-        ):
+        taken = AppOptions(port=int(url.rpartition(":")[2]))
+        with pytest.raises(ServeError, match="port"), community_server(signed, taken):
             pass
+
+
+@pytest.mark.slow
+def test_the_explorer_is_served_until_ctrl_c_and_then_the_report_is_written(tmp_path) -> None:
+    from urllib.request import urlopen
+
+    run = tmp_path / "run"
+    small = ("--set", "threshold=0.02", "--set", "queries=5", "--set", "judged=2")
+    served = ServedJob("communities", "planted:400", run, *small, "--serve-port", "0")
+    with urlopen(f"{served.url}/?seeds=3,4&size=9", timeout=30) as response:
+        assert "<svg" in response.read().decode()
+    out = served.stop()
+    assert served.process.returncode == 0 and "Traceback" not in out, out
+    assert json.loads((run / "report.json").read_text())["measured"]["query_s"] > 0

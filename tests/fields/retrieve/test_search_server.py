@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 import uuid
 
 import httpx2
@@ -16,6 +12,7 @@ import numpy as np
 import pytest
 
 from own_home import own_home
+from served_job import ServedJob
 from shoal.core.errors import ConfigError, ServeError
 from shoal.fields.retrieve.search import SearchOptions, running_search
 from shoal.fields.retrieve.search.job import SearchJob
@@ -125,32 +122,6 @@ def test_a_load_is_measured_and_scored(home, tmp_path):
     assert report.measured["query_p50_s"] <= report.measured["query_p99_s"]
 
 
-class Served:
-    """``shoal run search`` in a process."""
-
-    def __init__(self, directory, run, *more):
-        self.run = run
-        self.begun = time.time()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", "run", "search", str(directory), "-m", "laptop",
-             "--port", "0", "--dir", str(run), "-q", *more],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        self.url = self._url()
-
-    def _url(self):
-        file, end = self.run / "events.jsonl", time.monotonic() + 60
-        while time.monotonic() < end and self.process.poll() is None:
-            lines = file.read_text().splitlines() if file.exists() else []
-            events = [json.loads(one) for one in lines if '"serving"' in one]
-            if events and events[-1]["time"] > self.begun:
-                return events[-1]["url"]
-            time.sleep(0.05)
-        self.process.kill()
-        raise AssertionError(self.process.communicate(timeout=10)[0])
-
-
 @pytest.mark.slow
 def test_kill_9_loses_nothing_that_was_acknowledged(home, tmp_path):
     """Three kills of a server while it is written to over HTTP, then Ctrl-C."""
@@ -158,7 +129,7 @@ def test_kill_9_loses_nothing_that_was_acknowledged(home, tmp_path):
     known, begun = {}, None  # what was acknowledged, and a change that may have come, or not
     for kill in range(4):
         again = ["--resume"] if kill else []
-        served = Served(place, tmp_path / "run", *again)
+        served = ServedJob("search", str(place), tmp_path / "run", "--port", "0", *again)
         with httpx2.Client(base_url=served.url, timeout=20) as http:
             if kill == 0:
                 http.put("/collections/c", json={"vectors": {"size": 2}}).raise_for_status()
@@ -172,15 +143,15 @@ def test_kill_9_loses_nothing_that_was_acknowledged(home, tmp_path):
             assert there in (known, also)
             known, begun = there, None
             if kill == 3:
-                served.process.send_signal(signal.SIGINT)
-                out, _ = served.process.communicate(timeout=30)
+                out = served.stop()
                 assert served.process.returncode == 0, out
                 report = json.loads((tmp_path / "run" / "report.json").read_text())
                 assert report["measured"]["memory_bytes"] > 0 and "Traceback" not in out
                 assert report["errors"] == {}  # nothing was planned for so few points
-                served = Served(place, tmp_path / "run", "--resume")
-                served.process.terminate()
-                assert "Traceback" not in served.process.communicate(timeout=30)[0]
+                served = ServedJob(
+                    "search", str(place), tmp_path / "run", "--port", "0", "--resume"
+                )
+                assert "Traceback" not in served.stop(signal.SIGTERM)
                 break
             killer = threading.Timer(float(draw.uniform(0.1, 0.5)), served.process.kill)
             killer.start()

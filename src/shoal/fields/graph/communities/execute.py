@@ -98,7 +98,21 @@ def execute(job: CommunitiesJob, choice: Choice, progress: RunProgress) -> RunOu
     signed.save(progress.directory / SIGNATURES)
     write_json(progress.directory / "community.json", details)
     write_atomic(progress.directory / "community.svg", network(view, len(first.seeds), job.seed))
+    if job.serve_port is not None:
+        _serve(signed, job.serve_port, progress)
     return RunOutcome(measured=measured, details=details)
+
+
+def _serve(signed: SignatureGraph, port: int, progress: RunProgress) -> None:
+    from shoal.fields.graph.communities.serving import community_app
+    from shoal.serve.http.app_server import AppOptions, serve_app
+
+    def ready(url: str) -> None:
+        progress.event("serving", url=url)
+        progress.say(1.0, f"the explorer is served at {url}; Ctrl-C stops")
+
+    options = AppOptions(port=port)
+    serve_app(community_app(signed, options), options, ready=ready)
 
 
 def _size(job: CommunitiesJob, query: Query) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from shoal.core.config import Kind
@@ -38,6 +38,8 @@ class CommunitiesJob(Job):
         recall: probability of that, for one seed.
         judged: queries that are also answered with exact similarities.
         threads: that build.
+        serve_port: after the queries, the explorer is served at this port of this machine until
+            Ctrl-C, 0 for any free one; None ends the run without.
         seed: random seed.
     """
 
@@ -58,6 +60,7 @@ class CommunitiesJob(Job):
     recall: Annotated[float, Gt(0), Lt(1)] = 0.9
     judged: NonNegativeInt = 20
     threads: PositiveInt = 1
+    serve_port: Annotated[int, Ge(0), Le(65_535)] | None = None
     seed: NonNegativeInt = 0
 
 

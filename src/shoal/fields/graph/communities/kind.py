@@ -41,6 +41,7 @@ class CommunitiesKind(KindHere):
         Flag(name="labels", path="labels", help="A file of ids and labels; section or tags."),
         Flag(name="hashes", path="hashes", help="Slots of a signature."),
         Flag(name="threshold", path="threshold", help="Similarity of candidates."),
+        Flag(name="serve_port", path="serve_port", help="Port of the explorer, until Ctrl-C."),
         Flag(name="threads", path="threads", help="Threads that build."),
         Flag(name="seed", path="seed", help="Random seed."),
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +19,14 @@ from shoal.fields.graph.communities.signature_graph import (
     CommunityView,
     SignatureGraph,
 )
-from shoal.fields.http_thread import http_server
+from shoal.fields.http_app import app_maker
+from shoal.serve.http.app_server import AppOptions, running_app
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from shoal.serve.http.app_server import AppMaker
 
 _SEEDS, _SIZE = 100, 1000
 
@@ -27,31 +35,48 @@ _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Communiti
 @media(prefers-color-scheme:dark){{body{{background:#111;color:#eee}}}}</style>
 <form><label>Seeds, with commas <input name="seeds" size="40" value="{seeds}"></label>
 <label>Size <input name="size" type="number" min="2" max="{most}" value="{size}"></label>
-<select name="method">{methods}</select> <button>Expand</button></form>
+<label>Method <select name="method">{methods}</select></label> <button>Expand</button></form>
 {result}</html>"""
 
 
 @contextlib.contextmanager
-def community_server(
-    graph: SignatureGraph, host: str = "127.0.0.1", port: int = 0
-) -> Iterator[str]:
-    """Answer queries as long as the block takes; the address ``host:port``.
-
-    ``GET /v1/communities?seeds=A,B&size=50&method=pagerank`` returns JSON: ``seeds``, ``added``,
-    ``scores``, ``groups`` of all members, ``candidates``; or ``error``, with status 422.
-    ``GET /`` is a page with a form and a picture.
+def community_server(graph: SignatureGraph, options: AppOptions | None = None) -> Iterator[str]:
+    """Serve :func:`community_app` in a thread, as long as the block takes; its address.
 
     Args:
         graph: that is asked; it must not change meanwhile.
-        host: address to listen on.
-        port: 0 for a free one.
+        options: where to listen; a free port of this machine if not given.
 
     Raises:
-        CommunityError: the address cannot be had.
+        ShoalError: it does not start.
     """
-    app = _app(graph)
-    with http_server(app, host, port, name="communities", error=CommunityError) as address:
-        yield address
+    where = options or AppOptions(port=0)
+    with running_app(community_app(graph, where), where) as url:
+        yield url
+
+
+def community_app(graph: SignatureGraph, options: AppOptions) -> AppMaker:
+    """Queries over HTTP, and a page.
+
+    ``GET /v1/communities?seeds=A,B&size=50&method=pagerank`` returns JSON: ``seeds``, ``added``,
+    ``scores``, ``groups`` of all members, ``candidates``, and ``seconds`` that it took. ``GET /``
+    is a page with a form and a picture.
+
+    Args:
+        graph: that is asked; it must not change meanwhile.
+        options: where it will listen.
+    """
+    from starlette.concurrency import run_in_threadpool
+    from starlette.responses import HTMLResponse, JSONResponse
+
+    async def near(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(_json, graph, request.query_params))
+
+    async def drawn(request: Request) -> Response:
+        return HTMLResponse(await run_in_threadpool(page, graph, request.query_params))
+
+    handlers = {"GET /v1/communities": near, "GET /": drawn}
+    return app_maker("Shoal communities", handlers, options)
 
 
 def answer(graph: SignatureGraph, query: Mapping[str, str]) -> tuple[Community, CommunityView]:
@@ -82,9 +107,14 @@ def page(graph: SignatureGraph, query: Mapping[str, str]) -> str:
     """The page of a query: a form, and a picture if seeds are given."""
     result = ""
     if query.get("seeds"):
+        begin = time.perf_counter()
         try:
             community, view = answer(graph, query)
-            result = network(view, len(community.seeds))
+            took = 1000 * (time.perf_counter() - begin)
+            result = (
+                f"<p>{len(community.members):,} members, of {community.candidates:,} candidates, "
+                f"in {took:.1f} ms</p>{network(view, len(community.seeds))}"
+            )
         except ShoalError as cause:
             result = f"<p>{escape(str(cause))}</p>"
     chosen = query.get("method", "")
@@ -98,11 +128,10 @@ def page(graph: SignatureGraph, query: Mapping[str, str]) -> str:
     )  # fmt: skip
 
 
-def _json(graph: SignatureGraph, query: Mapping[str, str]) -> tuple[dict[str, Any], int]:
-    try:
-        community, view = answer(graph, query)
-    except ShoalError as cause:
-        return {"error": str(cause)}, 422
+def _json(graph: SignatureGraph, query: Mapping[str, str]) -> dict[str, Any]:
+    begin = time.perf_counter()
+    community, view = answer(graph, query)
+    took = time.perf_counter() - begin
     arrays: dict[str, np.ndarray] = {
         "seeds": community.seeds,
         "added": community.added,
@@ -110,20 +139,4 @@ def _json(graph: SignatureGraph, query: Mapping[str, str]) -> tuple[dict[str, An
         "groups": view.groups,
     }
     said = {name: array.tolist() for name, array in arrays.items()}
-    return {**said, "candidates": community.candidates}, 200
-
-
-def _app(graph: SignatureGraph) -> Any:
-    from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
-    from starlette.requests import Request
-    from starlette.responses import HTMLResponse, JSONResponse, Response
-    from starlette.routing import Route
-
-    async def near(request: Request) -> Response:
-        return JSONResponse(*await run_in_threadpool(_json, graph, request.query_params))
-
-    async def drawn(request: Request) -> Response:
-        return HTMLResponse(await run_in_threadpool(page, graph, request.query_params))
-
-    return Starlette(routes=[Route("/v1/communities", near), Route("/", drawn)])
+    return {**said, "candidates": community.candidates, "seconds": took}

@@ -1,4 +1,4 @@
-"""The door of a peer: one HTTP route for gossip, in a thread of this process."""
+"""The HTTP server of a peer: one route for gossip, in a thread of this process."""
 
 from __future__ import annotations
 

@@ -529,7 +529,7 @@ class CuratorIndex:
         return names, rows, owners, tenants
 
 
-def _at(array: np.ndarray) -> Any:
+def _at(array: Any) -> Any:
     """Where an array that may be written lies; a third of the time of ``array.ctypes.data``."""
     return byref(c_char.from_buffer(array))
 
