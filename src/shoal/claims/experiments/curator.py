@@ -21,6 +21,7 @@ from shoal.claims.lab.tenant_arms import (
     Tenants,
     changes_per_s,
     curator_arm,
+    reading_of,
     seconds_of,
     size_of,
     touched_by,
@@ -58,8 +59,8 @@ class CuratorClaim(BaseClaim, row=84, needs=("c++", "faiss", "sklearn")):
         index = made.curator(run.seed)
         shared, filtered = made.shared_ivf()
         gamma1, gamma2 = tuned_gammas(made, index, tuning, _RECALL, gammas)
-        ours = curator_arm(index, gamma1)
-        arms = {"curator": ours, "ivf": filtered}
+        mine = curator_arm(index, gamma1)
+        arms = {"curator": mine, "ivf": filtered}
         effort = {"curator": gamma2, "ivf": tuned(made, filtered, tuning, _RECALL)}
         picked = run.pick("curator", "ivf")
         # Centres and ids that are looked at; IVF holds each id in its cells against the bitmap.
@@ -74,7 +75,7 @@ class CuratorClaim(BaseClaim, row=84, needs=("c++", "faiss", "sklearn")):
         memory = sum(index.memory().values())
         run.put("memory_over_shared", run.pick(memory, size_of(shared)) / size_of(shared))
         few = [one for one in asked if len(made.owned[one.tenant]) < _SMALL]
-        gained = made.recall(ours, few, effort["curator"]) - made.recall(
+        gained = made.recall(mine, few, effort["curator"]) - made.recall(
             filtered, few, effort["ivf"]
         )
         run.put("small_recall", run.pick(gained, 0.0))
@@ -98,10 +99,14 @@ class CuratorClaim(BaseClaim, row=84, needs=("c++", "faiss", "sklearn")):
             )
 
         said = timed(asked, ["curator", "ivf", "hnsw", "separate"])
-        run.details["query_s"] = {name: float(np.median(one)) for name, one in said.items()}
+        middle = {name: float(np.median(one)) for name, one in said.items()}
+        run.details["query_s"] = middle
+        read_s, run.profile = reading_of(index, asked, gamma1, gamma2)
         for name in ("ivf", "hnsw"):
-            run.put(f"over_filtered_{name}", said[run.pick("curator", name)], said[name])
-        run.put("over_separate", said[run.pick("curator", "separate")], said["separate"])
+            ours, bound = said[run.pick("curator", name)], middle[name] / read_s
+            run.put(f"over_filtered_{name}", ours, said[name], bound=bound)
+        ours, bound = said[run.pick("curator", "separate")], read_s / middle["separate"]
+        run.put("over_separate", ours, said["separate"], bound=bound)
         large = [rank for rank in range(tenants) if len(made.owned[rank]) > _LARGE]
         for metric, some in (
             ("small_over_scan", few),
@@ -110,5 +115,5 @@ class CuratorClaim(BaseClaim, row=84, needs=("c++", "faiss", "sklearn")):
             said = timed(some, ["curator", "scan"])
             run.put(metric, said[run.pick("curator", "scan")], said["scan"])
         run.put(
-            "changes_per_s", [changes_per_s(index, made, ours, asked) for _ in range(self.rounds)]
+            "changes_per_s", [changes_per_s(index, made, mine, asked) for _ in range(self.rounds)]
         )

@@ -78,7 +78,8 @@ class GNNPipeClaim(BaseClaim, row=37, needs=("torch", "pymetis")):
         gaps = [
             exact["test"] - stale["test"] for exact, stale in zip(rows["nodes"], ours, strict=True)
         ]
-        run.put("accuracy_gap", gaps)
+        best = sum(one["test"] for one in rows["nodes"]) / len(seeds)
+        run.put("accuracy_gap", gaps, bound=best - 1)  # no label is wrong
         self._simulate(run, job)
         run.details.update(
             nodes=nodes,
@@ -113,6 +114,9 @@ class GNNPipeClaim(BaseClaim, row=37, needs=("torch", "pymetis")):
         link = "1 Gbit/s"
         run.put("epoch", seconds[run.pick("pipe", "nodes")][link], seconds["nodes"][link])
         run.details["epoch_s"] = seconds
+        run.profile = "; ".join(
+            f"{split}: an epoch of {one['1 Gbit/s']:.2f} s" for split, one in seconds.items()
+        )
 
 
 def _trained(run: ClaimRun, job: TrainDeepGnnJob, split: str, seed: int) -> dict[str, Any]:

@@ -201,11 +201,11 @@ def operations(name: str, size: int, width: int = 8) -> int:
     return sum(calls)
 
 
-def training_step(name: str, sets: int, size: int, width: int, seed: int) -> Callable[[], None]:
+def training_step(name: Any, sets: int, size: int, width: int, seed: int) -> Callable[[], None]:
     """Both passes of an aggregator in training, its penalty included.
 
     Args:
-        name: of the aggregator.
+        name: of the aggregator, perhaps with options.
         sets: that are pooled at once.
         size: of each.
         width: of a vector.

@@ -7,6 +7,7 @@ rank as Zipf's law has it.
 from __future__ import annotations
 
 import bisect
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ K = 10
 # Of the sizes of tenants: with it 200 of them share each of 300,000 vectors among six.
 _FALL = 1.3
 _CELLS_EACH = 64
+# Coordinates that Curator looks at of every vector.
+_FIRST = 64
 _EFFORTS = [1.2**power for power in range(52)]
 
 
@@ -256,6 +259,38 @@ def touched_by(index: CuratorIndex, asked: Sequence[Asked], gamma1: float, gamma
         for one in asked
     ]
     return float(np.mean([one["nodes"] + one["listed"] for one in found]))
+
+
+def reading_of(
+    index: CuratorIndex, asked: Sequence[Asked], gamma1: float, gamma2: float
+) -> tuple[float, str]:
+    """The limit of a query, and where its time goes.
+
+    Returns:
+        Seconds in which one core reads the first coordinates of all that a query compares; text.
+    """
+    from shoal.machine.probes.memory_bandwidth import bandwidth_samples
+
+    stats = [
+        index.search(one.query, K, tenant=one.tenant, gamma1=gamma1, gamma2=gamma2).stats
+        for one in asked
+    ]
+    compared = float(np.mean([one["compared"] for one in stats]))
+    core = (min(os.sched_getaffinity(0)),)
+    rates = bandwidth_samples("read", 2**27, core, repeats=3, sample_bytes=2**29)
+    read_s = compared * _FIRST * 4 / max(rates)
+    # The same lists are looked for where the vectors of one of them are compared.
+    tree = curator_arm(index, gamma1 * gamma2)
+    whole_s, tree_s = (
+        min(seconds_of(arm, asked, effort) for _ in range(5))
+        for arm, effort in ((curator_arm(index, gamma1), gamma2), (tree, 1.0))
+    )
+    profile = (
+        f"of {1e6 * whole_s:.1f} us {1e6 * tree_s:.1f} are the call and the tree, the others "
+        f"{compared:.0f} vectors, whose first {_FIRST} coordinates can be read in "
+        f"{1e6 * read_s:.1f}"
+    )
+    return read_s, profile
 
 
 def changes_per_s(

@@ -13,7 +13,7 @@ from shoal.fields.retrieve.recommend.protocols import EventError, UserEvents
 
 _STREAMS = "streams"
 # Of drawn streams.
-_ITEMS, _CATEGORIES, _LENGTH, _MOST_CATEGORIES = 4000, 40, 64, 5
+_ITEMS, CATEGORIES, _LENGTH, _MOST_CATEGORIES = 4000, 40, 64, 5
 _READY, _CONCENTRATION = 0.4, 500.0
 # Share of streams, at the end, that is held out.
 _HELD = 0.1
@@ -115,11 +115,22 @@ def num_streams(data: str) -> int:
     return int(count)
 
 
+def stream_categories(items: int, categories: int, draw: np.random.Generator) -> np.ndarray:
+    """The category of each item of drawn streams, the first that their generator draws."""
+    of: np.ndarray = draw.permutation(np.arange(items) % categories)
+    return of
+
+
+def released_items(items: int, share: float) -> int:
+    """How many items of drawn streams there are after a share of the records."""
+    return int(items * (_READY + (1 - _READY) * share))
+
+
 def drawn_streams(
     records: int,
     *,
     items: int = _ITEMS,
-    categories: int = _CATEGORIES,
+    categories: int = CATEGORIES,
     length: int = _LENGTH,
     seed: int = 0,
 ) -> UserEvents:
@@ -140,11 +151,11 @@ def drawn_streams(
         seed: random seed.
     """
     draw = generator(seed, purpose="event streams")
-    of = draw.permutation(np.arange(items) % categories)
+    of = stream_categories(items, categories, draw)
     members = [np.flatnonzero(of == one) for one in range(categories)]
     chosen = np.empty((records, length), np.int64)
     for record in range(records):
-        released = int(items * (_READY + (1 - _READY) * record / records))
+        released = released_items(items, record / records)
         pool = [one[: np.searchsorted(one, released)] for one in members]
         weights = draw.dirichlet(np.ones(categories))
         weights *= [len(one) > 0 for one in pool]
