@@ -47,9 +47,14 @@ class CommunitiesKind(KindHere):
     )
     quantities: ClassVar = (
         Quantity(
-            name="query_s", label="time of a query (p95)", unit="s", better="lower", headline=True
+            name="query_s",
+            label="time of a query (p95)",
+            unit="ms",
+            factor=1e3,
+            better="lower",
+            headline=True,
         ),
-        Quantity.of_time("median_s", "time of a query (median)"),
+        Quantity.of_time("median_s", "time of a query (median)", "ms"),
         Quantity.of_time("build_s", "time to build"),
         Quantity.of_time("read_s", "time to read"),
         Quantity.of_share("overlap", "overlap with exact answers", "higher"),

@@ -36,12 +36,19 @@ class IndexKind(KindHere):
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (
-        Quantity(name="query_s", label="time of a query", unit="s", better="lower", headline=True),
+        Quantity(
+            name="query_s",
+            label="time of a query",
+            unit="ms",
+            factor=1e3,
+            better="lower",
+            headline=True,
+        ),
         Quantity.of_share("recall", "recall", "higher"),
         Quantity.of_time("build_s", "time to build"),
         Quantity.of_bytes("index_bytes", "index"),
         Quantity.of_bytes("memory_bytes", "memory"),
-        Quantity(name="p95_s", label="slowest of 20 queries", unit="s", better="lower"),
+        Quantity.of_time("p95_s", "slowest of 20 queries", "ms"),
     )
 
     def plan(self, job: IndexJob, machine: Machine) -> Sequence[IndexPlan]:

@@ -41,7 +41,7 @@ class RecommendKind(KindHere):
         Quantity(name="train_s", label="time to learn", unit="s", better="lower", headline=True),
         Quantity.of_share("hr10", "hits among 10", "higher"),
         Quantity.of_share("ndcg10", "NDCG among 10", "higher"),
-        Quantity.of_time("request_s", "time of a request"),
+        Quantity.of_time("request_s", "time of a request", "ms"),
         Quantity.of_bytes("memory_bytes", "memory"),
     )
 
