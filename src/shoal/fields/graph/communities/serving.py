@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 _SEEDS, _SIZE = 100, 1000
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Communities</title>
-<style>body{{font-family:system-ui,sans-serif;margin:2em auto;max-width:46em}}
+<meta name="viewport" content="width=device-width">
+<style>body{{font-family:system-ui,sans-serif;margin:2em auto;max-width:46em;padding:0 1em}}
+input{{max-width:100%}}svg{{max-width:100%;height:auto}}
 @media(prefers-color-scheme:dark){{body{{background:#111;color:#eee}}}}</style>
 <form><label>Seeds, with commas <input name="seeds" size="40" value="{seeds}"></label>
 <label>Size <input name="size" type="number" min="2" max="{most}" value="{size}"></label>
