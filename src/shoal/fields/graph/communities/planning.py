@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from shoal.core.parts import Choice, table
@@ -20,6 +18,7 @@ from shoal.fields.graph.communities.inputs import (
 from shoal.fields.graph.communities.job import CommunitiesJob, CommunitiesPlan
 from shoal.fields.graph.communities.protocols import CommunityExpander, CommunityWork
 from shoal.fields.graph.communities.signature_graph import MOST_CANDIDATES
+from shoal.fields.kinds import choices
 from shoal.ir import Interval, Machine
 
 # The interpreter with numpy and SciPy, and bytes for an entry of the graph while it is read.
@@ -59,7 +58,10 @@ def plan_communities(job: CommunitiesJob, machine: Machine) -> list[CommunitiesP
     others = graph.num_nodes - len(nodes)
     data = len(nodes) * (4.0 * job.hashes + 8.0 * cut.bands + 8.0) + 8.0 * others
     size = data + names * graph.num_nodes
-    plans = [_plan(job, machine, one, work, entries, size) for one in _methods(job)]
+    plans = [
+        _plan(job, machine, one, work, entries, size)
+        for one in choices(job.method, "community_expander")
+    ]
     return sorted(plans, key=lambda plan: (not plan.fits, plan.predicted["query_s"].value))
 
 
@@ -77,14 +79,6 @@ def predicted_candidates(sets: AdjacencySets, cut: Bands, queries: list[Query]) 
         apart = ((1 - np.minimum(similar, 1.0) ** cut.rows) ** cut.bands).prod(axis=0)
         counts.append(min(float((1 - apart).sum()) - len(query.seeds), MOST_CANDIDATES))
     return max(float(np.percentile(counts, 95)), 1.0)
-
-
-def _methods(job: CommunitiesJob) -> Iterator[Choice]:
-    if job.method is not None:
-        yield job.method
-        return
-    for name in table("community_expander"):
-        yield Choice(name=name)
 
 
 def _plan(

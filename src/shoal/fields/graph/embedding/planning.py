@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from shoal.core.parts import Choice, table
 from shoal.fields.graph.embedding.costs import rates_of
 from shoal.fields.graph.embedding.inputs import graph_of_job, judged_nodes
 from shoal.fields.graph.embedding.job import EmbedNodesJob, EmbedNodesPlan
 from shoal.fields.graph.embedding.protocols import EmbedWork, NodeEmbedder
+from shoal.fields.kinds import choices
 from shoal.ir import Interval, Machine
 
 # The interpreter with numpy, SciPy and scikit-learn, as it was measured.
@@ -32,16 +31,8 @@ def plan_embedding(job: EmbedNodesJob, machine: Machine) -> list[EmbedNodesPlan]
         threads=min(job.threads, machine.device.num_cores or job.threads),
         rates=rates_of(machine),
     )
-    plans = [_plan(job, machine, choice, work) for choice in _methods(job)]
+    plans = [_plan(job, machine, choice, work) for choice in choices(job.method, "node_embedder")]
     return sorted(plans, key=lambda plan: (not plan.fits, plan.predicted["embed_s"].value))
-
-
-def _methods(job: EmbedNodesJob) -> Iterator[Choice]:
-    if job.method is not None:
-        yield job.method
-        return
-    for name in table("node_embedder"):
-        yield Choice(name=name)
 
 
 def _plan(job: EmbedNodesJob, machine: Machine, choice: Choice, work: EmbedWork) -> EmbedNodesPlan:

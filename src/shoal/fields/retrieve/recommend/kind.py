@@ -59,10 +59,6 @@ class RecommendKind(KindHere):
         require_extra("torch", purpose="networks of events")
         return partial(execute, plan.job, method_of(plan))
 
-    def describe(self, plan: RecommendPlan) -> str:
-        """The recommender with its options."""
-        return str(plan.job.method or "no method")
-
     def results(self, report: RecommendReport, directory: Path) -> Sequence[Table | str]:
         """Where the recommender lies, and how many events were judged."""
         files = ", ".join(str(directory / name) for name in report.details.get("files", []))

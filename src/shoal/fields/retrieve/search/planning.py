@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from shoal.core.parts import Choice, table
+from shoal.fields.kinds import choices
 from shoal.fields.retrieve.grank.documents import read_documents
 from shoal.fields.retrieve.grank.text import terms
 from shoal.fields.retrieve.search.job import SearchJob, SearchPlan
@@ -45,16 +46,10 @@ def plan_search(job: SearchJob, machine: Machine) -> list[SearchPlan]:
     count = len(documents) if job.documents else job.points
     words, postings = _looked_at(documents) if documents else (_WORDS, _SHARE * count)
     work = SearchWork(points=count, dim=dim, k=job.k, postings=postings)
-    plans = [_plan(job, machine, choice, work, words) for choice in _choices(job)]
+    plans = [
+        _plan(job, machine, choice, work, words) for choice in choices(job.method, "search_method")
+    ]
     return sorted(plans, key=lambda one: -one.predicted["queries_per_s"].value)
-
-
-def _choices(job: SearchJob) -> Iterator[Choice]:
-    if job.method is not None:
-        yield job.method
-        return
-    for name in table("search_method"):
-        yield Choice(name=name)
 
 
 def _looked_at(documents: Sequence[tuple[str, str]]) -> tuple[float, float]:

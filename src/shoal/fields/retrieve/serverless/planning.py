@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from shoal.core.parts import Choice, table
+from shoal.fields.kinds import choices
 from shoal.fields.rates import least_seconds
 from shoal.fields.retrieve.index.exact import recall
 from shoal.fields.retrieve.serverless.job import SearchFunctionsJob, SearchFunctionsPlan
@@ -42,7 +41,7 @@ def plan_functions(job: SearchFunctionsJob, machine: Machine) -> list[SearchFunc
     size = sum(index.memory().values()) * n / len(data.vectors)
     plans = [
         _plan(job, machine, choice, (n, dim, nodes, calls, search_s, share, size), tree)
-        for choice in _backends(job)
+        for choice in choices(job.backend, "function_backend")
     ]
     return sorted(plans, key=lambda plan: (not plan.fits, plan.predicted["batch_s"].value))
 
@@ -67,14 +66,6 @@ def expected_calls(tree: TreeShape, queries: int, parts: int, visited: float) ->
     # Parts that none of a node's queries visits have no call.
     visits = parts * (1 - (1 - min(visited / parts, 1.0)) ** own)
     return nodes, nodes + float(visits.sum())
-
-
-def _backends(job: SearchFunctionsJob) -> Iterator[Choice]:
-    if job.backend is not None:
-        yield job.backend
-        return
-    for name in table("function_backend"):
-        yield Choice(name=name)
 
 
 def _plan(
