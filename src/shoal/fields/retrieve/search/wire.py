@@ -268,13 +268,10 @@ class Prefetch(_Body):
         )
 
 
-class QueryBody(_Shown):
-    """``POST /collections/{name}/points/query``.
+class _Ranked(_Shown):
+    """Which of the best points an answer has.
 
     Args:
-        query: a vector, a text, both, or how rankings are fused; nothing to scroll.
-        prefetch: rankings that are fused.
-        using: the search method.
         filter: which points; holds in every ranking.
         limit: most points.
         offset: so many of the best are left out.
@@ -282,15 +279,26 @@ class QueryBody(_Shown):
         params: how it is done.
     """
 
-    query: RankedBy | Query | None = None
-    prefetch: Annotated[list[Prefetch], Field(max_length=16)] = []
-    using: str = "dense"
     filter: PointFilter | None = None
     limit: Limit = 10
     offset: Annotated[int, Ge(0), Le(POINTS)] = 0
     with_payload: bool | list[str] = False
     score_threshold: float | None = None
     params: SearchParams = SearchParams()
+
+
+class QueryBody(_Ranked):
+    """``POST /collections/{name}/points/query``.
+
+    Args:
+        query: a vector, a text, both, or how rankings are fused; nothing to scroll.
+        prefetch: rankings that are fused.
+        using: the search method.
+    """
+
+    query: RankedBy | Query | None = None
+    prefetch: Annotated[list[Prefetch], Field(max_length=16)] = []
+    using: str = "dense"
 
     @model_validator(mode="before")
     @classmethod
@@ -316,25 +324,14 @@ class QueryBody(_Shown):
         )  # fmt: skip
 
 
-class SearchBody(_Shown):
+class SearchBody(_Ranked):
     """``POST /collections/{name}/points/search``, the older form of a query by a vector.
 
     Args:
         vector: of the query.
-        filter: which points.
-        limit: most points.
-        offset: so many of the best are left out.
-        score_threshold: points with worse scores are left out.
-        params: how it is done.
     """
 
     vector: Vector
-    filter: PointFilter | None = None
-    limit: Limit = 10
-    offset: Annotated[int, Ge(0), Le(POINTS)] = 0
-    with_payload: bool | list[str] = False
-    score_threshold: float | None = None
-    params: SearchParams = SearchParams()
 
     def query(self) -> QueryBody:
         """The same in the newer form."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shoal.core.parts import part
-from shoal.core.pool import Actor, Pool
+from shoal.core.pool import Actor
 from shoal.core.pool.local import LocalPool
 from shoal.fields.retrieve.serverless.http import FunctionServer, post
-from shoal.fields.retrieve.serverless.processes import RemoteFunctions
+from shoal.fields.retrieve.serverless.processes import PooledContainer, PooledHost, RemoteFunctions
 from shoal.fields.retrieve.serverless.protocols import (
     LIMIT_S,
     ContainerSetup,
@@ -21,7 +21,7 @@ class HttpWorkers:
 
     def open(self) -> _Host:
         """Get ready to start workers."""
-        return _Host(LocalPool(workers=1).open())
+        return _Host(LocalPool(workers=1).open(), "127.0.0.1")
 
     def call_s(self) -> float:
         """Two requests of HTTP."""
@@ -56,26 +56,16 @@ class HttpFunctions:
         return self._server.address
 
 
-class _Host:
-    address = "127.0.0.1"
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
+class _Host(PooledHost):
     def start(self, setup: ContainerSetup, invoker: Invoker) -> FunctionContainer:
         actor = self._pool.actor(HttpFunctions, tuple(setup))
         return _Worker(actor, actor.call("address").result(LIMIT_S), setup.token)
 
-    def close(self) -> None:
-        self._pool.close(now=True)
 
-
-class _Worker:
+class _Worker(PooledContainer):
     def __init__(self, actor: Actor, address: str, token: str) -> None:
-        self._actor, self._address, self._token = actor, address, token
+        super().__init__(actor)
+        self._address, self._token = address, token
 
     def call(self, name: str, payload: str) -> str:
         return post(self._address, self._token, name, payload)
-
-    def close(self) -> None:
-        self._actor.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Annotated, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from annotated_types import Ge, Le
@@ -82,12 +81,7 @@ class FunctionRuntime(Invoker, Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class FunctionContainer(Protocol):
