@@ -52,16 +52,14 @@ def test_seeds_are_one_query(files, tmp_path):
 
 def test_packages_by_who_depends_on_them(tmp_path, monkeypatch):
     from shoal.fields.graph import loading
-    from shoal.fields.graph.communities import inputs
 
     rows = [f"Package: p{at:02}\nSection: s\nDepends: lib{at % 2}, base\n" for at in range(8)]
     rows += [f"Package: {one}\nSection: libs\n" for one in ("lib0", "lib1", "base")]
     place = tmp_path / "var" / "lib" / "dpkg" / "status"
     place.parent.mkdir(parents=True)
     place.write_text("\n".join(rows))
-    known, read = loading.package_graph, inputs.debian_packages
-    monkeypatch.setattr(inputs, "package_graph", lambda labels, _: known(labels, tmp_path))
-    monkeypatch.setattr(inputs, "debian_packages", lambda _: read(tmp_path))
+    read = loading.debian_packages
+    monkeypatch.setattr(loading, "debian_packages", lambda _: read(tmp_path))
     job = CommunitiesJob(data="packages", seeds="base", size=4, method="mean_similarity")
     [plan] = CommunitiesKind().plan(job, load("laptop"))
     assert plan.num_vertices == 3 and plan.entries == 16

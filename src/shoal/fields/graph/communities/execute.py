@@ -46,7 +46,7 @@ def execute(job: CommunitiesJob, choice: Choice, progress: RunProgress) -> RunOu
     )  # fmt: skip
     nodes, sets = signed_nodes(job, graph)
     if job.seeds:
-        queries = [Query(signed.rows_of(seeds_of(job)), -1)]
+        queries = [Query(signed.rows_of(seeds_of(job.seeds)), -1)]
     else:
         queries = queries_of(job, graph.labels, nodes)
     progress.say(0.5, "asking")

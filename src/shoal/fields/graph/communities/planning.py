@@ -39,7 +39,7 @@ def plan_communities(job: CommunitiesJob, machine: Machine) -> list[CommunitiesP
     if job.seeds:
         # A seed that is unknown is said by the run.
         names = (nodes if graph.ids is None else graph.ids[nodes]).astype(str)
-        rows = np.flatnonzero(np.isin(names, seeds_of(job)))
+        rows = np.flatnonzero(np.isin(names, seeds_of(job.seeds)))
         queries = [Query(rows if len(rows) else np.zeros(1, np.int64), -1)]
     else:
         queries = queries_of(job, graph.labels, nodes)[:_SAMPLE]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ShoalError, require
 from shoal.core.parts import table
+from shoal.fields.graph.communities.inputs import seeds_of
 from shoal.fields.graph.communities.picture import network
 from shoal.fields.graph.communities.protocols import CommunityError
 from shoal.fields.graph.communities.signature_graph import (
@@ -89,7 +90,7 @@ def answer(graph: SignatureGraph, query: Mapping[str, str]) -> tuple[Community, 
     Raises:
         ConfigError: a parameter that is none, or an answer that there is not.
     """
-    seeds = [one.strip() for one in query.get("seeds", "").split(",") if one.strip()]
+    seeds = seeds_of(query.get("seeds", ""))
     require(
         0 < len(seeds) <= _SEEDS, "seeds", len(seeds), expected=f"1 to {_SEEDS} vertices",
         error=CommunityError,

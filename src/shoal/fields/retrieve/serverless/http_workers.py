@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shoal.core.parts import part
 from shoal.core.pool import Actor
 from shoal.core.pool.local import LocalPool
@@ -19,25 +21,17 @@ from shoal.fields.retrieve.serverless.protocols import (
 class HttpWorkers:
     """Functions behind HTTP servers, one for each container, on this machine."""
 
+    call_s: ClassVar = 3e-3  # two requests of HTTP
+    cold_s: ClassVar = 0.65  # an interpreter with numpy, and its server
+    memory_bytes: ClassVar = 6e7
+
     def open(self) -> _Host:
         """Get ready to start workers."""
         return _Host(LocalPool(workers=1).open(), "127.0.0.1")
 
-    def call_s(self) -> float:
-        """Two requests of HTTP."""
-        return 3e-3
-
     def cores(self, available: int) -> int:
         """All of them."""
         return available
-
-    def cold_s(self) -> float:
-        """An interpreter with numpy, and its server."""
-        return 0.65
-
-    def memory_bytes(self) -> float:
-        """Of the interpreter."""
-        return 6e7
 
 
 class HttpFunctions:

@@ -80,13 +80,13 @@ def _plan(
     cores = max(machine.device.num_cores or 1, 1)
     # Dispatches of a node follow each other, and levels too; the work shares the cores.
     waits = (tree.depth * tree.fanout + min(job.parts, calls)) * job.latency_s
-    work = calls * backend.call_s() / backend.cores(cores) + search_s / cores
-    batch_s = waits + work + tree.depth * backend.call_s()
+    work = calls * backend.call_s / backend.cores(cores) + search_s / cores
+    batch_s = waits + work + tree.depth * backend.call_s
     containers = nodes + min(_COLD * (calls - nodes), job.parts * job.copies)
-    cold_s = batch_s + containers * backend.cold_s() / cores
+    cold_s = batch_s + containers * backend.cold_s / cores
     gb_s = batch_s * (nodes * _ALLOCATOR + (calls - nodes) * _PROCESSOR) * job.memory_gb
     usd = job.prices.usd(calls, gb_s) / job.queries * 1000
-    memory = containers * backend.memory_bytes() + size + _RUNTIME
+    memory = containers * backend.memory_bytes + size + _RUNTIME
     capacity = machine.device.main_memory.capacity_bytes
     spelled = table("function_backend").spell(backend)
     return SearchFunctionsPlan(
