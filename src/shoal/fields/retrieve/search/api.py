@@ -57,6 +57,7 @@ from shoal.fields.retrieve.search.wire import (
     ScrollBody,
     SearchBody,
     UpsertBody,
+    asked,
     point_id,
     read,
     shown,
@@ -386,13 +387,15 @@ def _answered(made: ServedCollection, tenant: str, body: QueryBody) -> list[dict
     else:
         if isinstance(body.query, RankedBy):
             rankings = [
-                _method(one.using).rank(made, one.asked(tenant, body.filter), one.limit)
+                _method(one.using).rank(
+                    made, asked(one.query, one.params, tenant, one.filter, body.filter), one.limit
+                )
                 for one in body.prefetch
             ]
             hits: list[ScoredPoint] = fused(rankings, most, body.query.smoothing)
         else:
-            method = _method(body.using)
-            hits = method.rank(made, body.ranking.asked(tenant), most)
+            query = asked(body.query, body.params, tenant, body.filter)
+            hits = _method(body.using).rank(made, query, most)
         found = made.results(hits, tenant, vectors=body.with_vector)
     return [shown(one, body.with_payload) for one in found[body.offset :] if _good(made, one, body)]
 

@@ -251,22 +251,6 @@ class Prefetch(_Body):
     limit: Limit = 100
     params: SearchParams = SearchParams()
 
-    def asked(self, tenant: str, more: PointFilter | None = None) -> SearchQuery:
-        """The same for a collection; ``more`` has to hold too."""
-        both = [one for one in (self.filter, more) if one is not None]
-        where = PointFilter(must=tuple(both)) if len(both) > 1 else next(iter(both), None)
-        vector: Vector | None = None
-        text: str | None = None
-        if isinstance(self.query, HybridInput):
-            vector, text = self.query.nearest, self.query.text
-        elif isinstance(self.query, TextInput):
-            text = self.query.text
-        else:
-            vector = self.query
-        return SearchQuery(
-            vector=vector, text=text, where=where, tenant=tenant, exact=self.params.exact
-        )
-
 
 class _Ranked(_Shown):
     """Which of the best points an answer has.
@@ -313,16 +297,6 @@ class QueryBody(_Ranked):
             raise ValueError("prefetch and query.fusion: expected both, or neither")
         return self
 
-    @property
-    def ranking(self) -> Prefetch:
-        """Itself as the only ranking."""
-        assert self.query is not None
-        assert not isinstance(self.query, RankedBy)
-        return Prefetch(
-            query=self.query, using=self.using, filter=self.filter, limit=self.limit,
-            params=self.params,
-        )  # fmt: skip
-
 
 class SearchBody(_Ranked):
     """``POST /collections/{name}/points/search``, the older form of a query by a vector.
@@ -349,6 +323,17 @@ def read(cls: type[_V], raw: Mapping[str, Any]) -> _V:
         return parse(cls, raw, where="body")
     except ConfigError as cause:
         raise SearchError(str(cause)) from None
+
+
+def asked(
+    query: Query, params: SearchParams, tenant: str, *filters: PointFilter | None
+) -> SearchQuery:
+    """A query for a collection; all filters that there are have to hold."""
+    given = tuple(one for one in filters if one is not None)
+    where = PointFilter(must=given) if len(given) > 1 else next(iter(given), None)
+    text = None if isinstance(query, list) else query.text
+    vector = query if isinstance(query, list) else getattr(query, "nearest", None)
+    return SearchQuery(vector=vector, text=text, where=where, tenant=tenant, exact=params.exact)
 
 
 def point_id(text: str) -> PointId:
