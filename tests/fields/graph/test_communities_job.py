@@ -7,7 +7,6 @@ import json
 import pytest
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.native import cpu_model
 from shoal.core.parts import Choice, table
 from shoal.fields.graph.communities import SignatureGraph
 from shoal.fields.graph.communities.job import CommunitiesJob
@@ -113,15 +112,3 @@ def test_more_work_is_predicted_to_take_longer():
         more = work.model_copy(update={"candidates": 4000, "size": 200})
         assert part.estimate(more, machine).step_s.value > 2 * once.step_s.value
         assert part.estimate(more, machine).memory_total > once.memory_total
-
-
-def test_rates_are_timed_once_and_kept(monkeypatch, tmp_path):
-    from shoal.fields.graph.communities import costs
-
-    monkeypatch.setattr(costs, "_VERTICES", 5000)
-    machine = load("laptop")
-    here = machine.model_copy(update={"fingerprint": {"cpu": cpu_model()}})
-    rates = costs.rates_of(here)
-    assert all(value > 0 for value in rates.model_dump().values())
-    assert costs.rates_of(here) == rates
-    assert json.loads((tmp_path / "home" / "communities.json").read_text())
