@@ -49,7 +49,6 @@ class TrainDeepGnnKind(KindHere):
     )
 
     def work(self, plan: TrainDeepGnnPlan) -> Callable[[RunProgress], RunOutcome]:
-        """Train on processes of this machine."""
         from shoal.fields.graph.deep.execute import execute
 
         return partial(execute, plan.job, plan.grid)

@@ -49,7 +49,6 @@ class TrainGnnKind(KindHere):
     )
 
     def work(self, plan: TrainGnnPlan) -> Callable[[RunProgress], RunOutcome]:
-        """Train in this process."""
         from shoal.fields.graph.gnn.execute import execute
 
         # Steps over the whole graph gather nothing.

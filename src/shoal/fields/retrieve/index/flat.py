@@ -26,12 +26,10 @@ class Flat:
     efforts: ClassVar = (1.0,)
 
     def growth(self, small: int, large: int) -> IndexGrowth:
-        """All in proportion."""
         more = large / small
         return IndexGrowth(build=more, query=more, memory=more)
 
     def build(self, vectors: np.ndarray, metric: Metric, *, seed: int, threads: int) -> BuiltIndex:
-        """Keep the vectors."""
         return _FlatVectors(vectors, metric)
 
     def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
@@ -59,17 +57,14 @@ class _FlatVectors:
     metric: Metric
 
     def search(self, queries: np.ndarray, k: int, effort: float) -> Hits:
-        """Compare all."""
         hits = exact_neighbours(self.vectors, queries, k, self.metric)
         compared = np.full(len(queries), len(self.vectors), np.int64)
         return Hits(ids=hits.ids, distances=hits.distances, stats={"compared": compared})
 
     def memory(self) -> Mapping[str, int]:
-        """The vectors."""
         return {"vectors": self.vectors.nbytes}
 
     def save(self, directory: Path) -> Sequence[str]:
-        """The vectors as safetensors."""
         numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="files of indexes")
         arrays = {"vectors": np.ascontiguousarray(self.vectors)}
         write_atomic(directory / _FILE, numpy.save(arrays, {"metric": self.metric}))

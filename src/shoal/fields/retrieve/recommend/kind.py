@@ -53,7 +53,6 @@ class RecommendKind(KindHere):
         return plan_recommend(job, machine)
 
     def work(self, plan: RecommendPlan) -> Callable[[RunProgress], RunOutcome]:
-        """Learn and judge in this process."""
         from shoal.fields.retrieve.recommend.execute import execute
 
         require_extra("torch", purpose="networks of events")

@@ -243,7 +243,6 @@ class _SearchService:
     # The server
 
     async def version(self, _: Request, __: KeyRights) -> Response:
-        """Name and version."""
         return _json({"title": "shoal - search", "version": __version__})
 
     async def health(self, _: Request, __: KeyRights) -> Response:
@@ -251,18 +250,15 @@ class _SearchService:
         return _json({"status": "ok"})
 
     async def metrics_text(self, _: Request, rights: KeyRights) -> Response:
-        """Numbers for Prometheus."""
         _whole(rights)
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # Collections
 
     async def collections(self, _: Request, __: KeyRights) -> Any:
-        """Names."""
         return {"collections": [{"name": name} for name in self._library.names()]}
 
     async def create(self, request: Request, rights: KeyRights) -> Any:
-        """Make one."""
         _whole(rights)
         body = read(CreateCollection, await self._body(request))
         await asyncio.to_thread(
@@ -290,23 +286,19 @@ class _SearchService:
         }  # fmt: skip
 
     async def exists(self, request: Request, _: KeyRights) -> Any:
-        """Whether it is there."""
         return {"exists": request.path_params["name"] in self._library.names()}
 
     async def drop(self, request: Request, rights: KeyRights) -> Any:
-        """Remove it."""
         _whole(rights)
         return await asyncio.to_thread(self._library.drop, request.path_params["name"])
 
     async def snapshot(self, request: Request, rights: KeyRights) -> Any:
-        """Write everything anew."""
         _whole(rights)
         made = self._collection(request)
         await asyncio.to_thread(made.snapshot)
         return (await asyncio.to_thread(_snapshots, made))[0]
 
     async def snapshots(self, request: Request, rights: KeyRights) -> Any:
-        """The last one."""
         _whole(rights)
         return await asyncio.to_thread(_snapshots, self._collection(request))
 
@@ -334,14 +326,12 @@ class _SearchService:
         return {"operation_id": 0, "status": "completed"}
 
     async def retrieve(self, request: Request, rights: KeyRights) -> Any:
-        """By ids."""
         made, tenant = self._collection(request), _tenant(request, rights)
         body = read(RetrieveBody, await self._body(request))
         found = await asyncio.to_thread(made.get, body.ids, tenant, vectors=body.with_vector)
         return [shown(one, body.with_payload) for one in found]
 
     async def point(self, request: Request, rights: KeyRights) -> Any:
-        """One of them, with its vector."""
         made, tenant = self._collection(request), _tenant(request, rights)
         name = point_id(request.path_params["id"])
         found = await asyncio.to_thread(made.get, [name], tenant, vectors=True)
@@ -350,7 +340,6 @@ class _SearchService:
         return shown(found[0], True)
 
     async def scroll(self, request: Request, rights: KeyRights) -> Any:
-        """Page by page."""
         made, tenant = self._collection(request), _tenant(request, rights)
         body = read(ScrollBody, await self._body(request))
         found, following = await asyncio.to_thread(
@@ -361,19 +350,16 @@ class _SearchService:
         return {"points": points, "next_page_offset": following}
 
     async def count(self, request: Request, rights: KeyRights) -> Any:
-        """How many."""
         made, tenant = self._collection(request), _tenant(request, rights)
         body = read(CountBody, await self._body(request))
         return {"count": await asyncio.to_thread(made.count, tenant, body.filter)}
 
     async def query(self, request: Request, rights: KeyRights) -> Any:
-        """The best."""
         made, tenant = self._collection(request), _tenant(request, rights)
         body = read(QueryBody, await self._body(request))
         return {"points": await asyncio.to_thread(_answered, made, tenant, body)}
 
     async def search(self, request: Request, rights: KeyRights) -> Any:
-        """The nearest."""
         made, tenant = self._collection(request), _tenant(request, rights)
         body = read(SearchBody, await self._body(request)).query()
         return await asyncio.to_thread(_answered, made, tenant, body)

@@ -73,7 +73,6 @@ class SearchKind(KindHere):
         return super().run(plan, directory, resume=resume, watch=watch, anyway=anyway)
 
     def results(self, report: SearchReport, directory: Path) -> Sequence[Table | str]:
-        """What was asked."""
         details = report.details
         lines = [f"queries: {details.get('queries', 0):,}"]
         if "server_p50_s" in details:

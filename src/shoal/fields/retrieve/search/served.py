@@ -318,7 +318,6 @@ class ServedCollection:
     # Searchable
 
     def nearest(self, query: SearchQuery, k: int) -> list[ScoredPoint]:
-        """See :class:`~shoal.fields.retrieve.search.protocols.Searchable`."""
         row = query.vector
         if row is None:
             if query.text is None:
@@ -335,7 +334,6 @@ class ServedCollection:
         )
 
     def matching(self, query: SearchQuery, k: int) -> list[ScoredPoint]:
-        """See :class:`~shoal.fields.retrieve.search.protocols.Searchable`."""
         if query.text is None:
             raise SearchError("query: expected a text, in which words are looked for")
         with self._lock:

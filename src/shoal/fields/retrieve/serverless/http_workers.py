@@ -26,11 +26,9 @@ class HttpWorkers:
     memory_bytes: ClassVar = 6e7
 
     def open(self) -> _Host:
-        """Get ready to start workers."""
         return _Host(LocalPool(workers=1).open(), "127.0.0.1")
 
     def cores(self, available: int) -> int:
-        """All of them."""
         return available
 
 

@@ -52,11 +52,9 @@ class SearchFunctionsKind(KindHere):
     )
 
     def describe(self, plan: SearchFunctionsPlan) -> str:
-        """The back-end and the tree."""
         return f"{plan.job.backend}, tree {plan.job.tree}"
 
     def results(self, report: SearchFunctionsReport, directory: Path) -> Sequence[Table | str]:
-        """What each batch took and cost."""
         table = Table(
             title=f"batches of {report.plan.job.queries} queries",
             columns=("batch", "seconds", "calls", "cold", "index read", "USD per 1,000"),

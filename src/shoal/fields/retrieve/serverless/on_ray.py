@@ -36,5 +36,4 @@ class RayFunctions:
         return PooledHost(pool, pool.address)
 
     def cores(self, available: int) -> int:
-        """All of them."""
         return available

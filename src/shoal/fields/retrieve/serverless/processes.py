@@ -28,11 +28,9 @@ class FunctionProcesses:
     memory_bytes: ClassVar = 6e7
 
     def open(self) -> PooledHost:
-        """Get ready to start processes."""
         return PooledHost(LocalPool(workers=1).open(), "127.0.0.1")
 
     def cores(self, available: int) -> int:
-        """All of them."""
         return available
 
 
@@ -60,7 +58,6 @@ class PooledHost:
         self._pool, self.address = pool, address
 
     def start(self, setup: ContainerSetup, invoker: Invoker) -> FunctionContainer:
-        """Start an actor."""
         return PooledContainer(self._pool.actor(RemoteFunctions, tuple(setup)))
 
     def close(self) -> None:
@@ -89,5 +86,4 @@ class PooledContainer:
         return answer
 
     def close(self) -> None:
-        """End the actor."""
         self._actor.close()
