@@ -52,7 +52,7 @@ def core_share(machine: Machine, known: float) -> float:
         machine: the host of a GPU is not described, and has cores of a server.
         known: FLOP/s in fp32 of the core whose rates are known.
     """
-    cores = max(machine.device.num_cores or 1, 1)
+    cores = machine.device.num_cores or 1
     flops = machine.device.peak_flops.get("fp32", known * cores) / cores
     return 1.0 if machine.device.kind == "gpu" else min(max(flops / known, 0.1), 2.0)
 

@@ -98,7 +98,6 @@ def _plan(
         + rates.byte_s * 4 * work.hashes * work.num_vertices
     )
     memory = cost.memory_total + size + _RUNTIME + _READING * entries
-    capacity = machine.device.main_memory.capacity_bytes
     spelled = table("community_expander").spell(method)
     most = max(cost.terms_s, key=lambda name: cost.terms_s[name])
     return CommunitiesPlan(
@@ -111,7 +110,7 @@ def _plan(
             "memory_bytes": Interval.around(memory, 0.5),
         },
         planner="rates of this processor",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=f"{spelled}: {work.num_vertices:,} vertices, {entries:,} members, {work.bands} bands, "
         f"about {work.candidates:,} candidates; most time in {most}",
         num_vertices=work.num_vertices,

@@ -39,7 +39,6 @@ def _plan(job: EmbedNodesJob, machine: Machine, choice: Choice, work: EmbedWork)
     method: NodeEmbedder = table("node_embedder").build(choice, where="method")
     cost = method.estimate(work, machine)
     memory = cost.memory_total + _RUNTIME + _READING * work.nnz
-    capacity = machine.device.main_memory.capacity_bytes
     spelled = table("node_embedder").spell(method)
     most = max(cost.terms_s, key=lambda name: cost.terms_s[name])
     return EmbedNodesPlan(
@@ -51,7 +50,7 @@ def _plan(job: EmbedNodesJob, machine: Machine, choice: Choice, work: EmbedWork)
             "vector_bytes": Interval.exact(4.0 * work.num_nodes * method.dim + 128),
         },
         planner="rates of this processor",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=f"{spelled}: {work.num_nodes:,} nodes, {work.nnz:,} entries; most time in {most}",
         num_nodes=work.num_nodes,
         nnz=work.nnz,

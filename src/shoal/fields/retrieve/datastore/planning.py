@@ -147,7 +147,6 @@ def _plan(
     lists = _LIST_BYTES * depth * min(job.windows, 32)
     memory = _RUNTIME + (_TORCH if job.readers else 0.0) + max(0.0 if there else shard, lists)
     memory += index
-    capacity = machine.device.main_memory.capacity_bytes
     predicted = {
         "total_s": Interval.around(build_s + query_s * job.windows + sweep_s + read_s, 0.8),
         "build_s": Interval.around(build_s, 0.6),
@@ -164,7 +163,7 @@ def _plan(
         machine=machine,
         predicted=predicted,
         planner="a trial of each index",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=(
             f"{choice}: {passages:,} passages; a query takes {query_s * 1e3:.1f} ms, and "
             f"{len(job.shares)} sizes of {job.seeds} samples one search"

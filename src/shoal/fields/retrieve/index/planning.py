@@ -59,7 +59,6 @@ def _plan(
     more = method.growth(few, n)
     size = sum(built.memory().values()) * more.memory
     memory = size + 4.0 * dim * (n + len(data.queries)) + _RUNTIME
-    capacity = machine.device.main_memory.capacity_bytes
     spread = 0.25 if few == n else 0.6
     spelled = table("vector_index").spell(method)
     return IndexPlan(
@@ -73,7 +72,7 @@ def _plan(
             "memory_bytes": Interval.around(memory, 0.3),
         },
         planner="a trial of each index",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=f"{spelled}: {n:,} vectors of {dim} numbers",
         notes=(f"tried with {few:,} vectors and {len(queries)} queries on this machine",),
         n=n,

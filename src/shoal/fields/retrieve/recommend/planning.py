@@ -81,7 +81,6 @@ def _plan(
         * (task.blocks * (_KEPT * task.dim + 4 * task.heads * lengths.max()) + 3 * task.negatives)
     )
     memory = _RUNTIME + 16.0 * cost.parameters + kept + 48.0 * len(split.train.items)
-    capacity = machine.device.main_memory.capacity_bytes
     spelled = table("recommender").spell(method)
     train_s = cost.event_s * events * task.epochs
     plan = RecommendPlan(
@@ -92,7 +91,7 @@ def _plan(
             "memory_bytes": Interval.around(memory, 0.4),
         },
         planner="a few steps of each recommender",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=f"{spelled}: {cost.parameters:,} numbers learned from {events * task.epochs:,} events",
         notes=("steps timed on this machine",),
         users=len(split.train),

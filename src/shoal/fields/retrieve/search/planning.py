@@ -77,7 +77,6 @@ def _plan(
     rate = min(job.clients / alone_s, 1 / (rates.server_s + own_s))
     point_bytes = 4.0 * work.dim + rates.point_bytes + words * (rates.word_bytes + 6)
     memory = _RUNTIME + work.points * point_bytes
-    capacity = machine.device.main_memory.capacity_bytes
     upsert_s = rates.point_s + words * rates.word_s
     p50 = job.clients / rate
     return SearchPlan(
@@ -91,7 +90,7 @@ def _plan(
             "memory_bytes": Interval.around(memory, 0.3),
         },
         planner="rates of this machine",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=(
             f"{choice.name}: {work.points:,} points of {work.dim} numbers; the request takes "
             f"{rates.server_s * 1e3:.1f} ms of the server, the search {own_s * 1e3:.1f} ms"

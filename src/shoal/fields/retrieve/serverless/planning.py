@@ -77,7 +77,7 @@ def _plan(
 ) -> SearchFunctionsPlan:
     n, dim, nodes, calls, search_s, share, size = known
     backend: FunctionBackend = table("function_backend").build(choice, where="backend")
-    cores = max(machine.device.num_cores or 1, 1)
+    cores = machine.device.num_cores or 1
     # Dispatches of a node follow each other, and levels too; the work shares the cores.
     waits = (tree.depth * tree.fanout + min(job.parts, calls)) * job.latency_s
     work = calls * backend.call_s / backend.cores(cores) + search_s / cores
@@ -87,7 +87,6 @@ def _plan(
     gb_s = batch_s * (nodes * _ALLOCATOR + (calls - nodes) * _PROCESSOR) * job.memory_gb
     usd = job.prices.usd(calls, gb_s) / job.queries * 1000
     memory = containers * backend.memory_bytes + size + _RUNTIME
-    capacity = machine.device.main_memory.capacity_bytes
     spelled = table("function_backend").spell(backend)
     return SearchFunctionsPlan(
         job=job.model_copy(update={"backend": spelled}),
@@ -102,7 +101,7 @@ def _plan(
             "memory_bytes": Interval.around(size + _RUNTIME, 0.5),
         },
         planner="a trial of the index, and seconds of calls",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=f"{spelled}: {nodes} allocators, {calls:.0f} calls of a batch of {job.queries} queries",
         notes=(
             f"tried with {min(n, _VECTORS):,} vectors on this machine",
