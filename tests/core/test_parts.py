@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from shoal.core import parts
 from shoal.core.bounds import allowed
 from shoal.core.errors import ConfigError, UnknownKeyError, UnknownPartError, require
-from shoal.core.parts import Choice, PartTable, options_of, part
+from shoal.core.parts import Choice, PartTable, lazy_names, options_of, part
 
 
 @part
@@ -304,3 +304,10 @@ def test_entry_point_of_no_kind_is_named(tmp_path: Path, entry: str) -> None:
     assert "expected <kind>.<name> with a kind of job, study, sink, pool" in done.stdout, (
         done.stderr
     )
+
+
+def test_lazy_names_import_what_they_name_and_nothing_else() -> None:
+    get = lazy_names("shoal.core", Choice="parts", require="errors")
+    assert get("Choice") is Choice and get("require") is require
+    with pytest.raises(AttributeError, match=r"'shoal\.core' has no attribute 'Choices'"):
+        get("Choices")

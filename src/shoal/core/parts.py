@@ -28,7 +28,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import (
     Annotated,
@@ -183,6 +183,22 @@ def load_object(path: str) -> Any:
     """Import ``module:attribute``."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def lazy_names(package: str, /, **places: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package some names of which are imported when they are first used.
+
+    Args:
+        package: its ``__name__``.
+        places: name -> module below the package.
+    """
+
+    def get(name: str) -> Any:
+        if name in places:
+            return load_object(f"{package}.{places[name]}:{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get
 
 
 @functools.cache

@@ -1,27 +1,49 @@
-"""What kinds of job share that run in one process: how they run, report and predict."""
+"""What kinds of job share that run in one process: how they plan, run, report and predict."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.errors import ConfigError
-from shoal.core.parts import Choice, part
-from shoal.ir import Interval, Plan, Report, Watch
+from shoal.core.parts import Choice, load_object, part, table
+from shoal.ir import Interval, Machine, Plan, Report, Watch
 
 if TYPE_CHECKING:
     from shoal.fields.running import RunOutcome, RunProgress
 
 
 @part
-class KindHere(ABC):
-    """Base of a kind whose ``work(plan)`` returns what a run does with its progress."""
+class KindHere:
+    """Base of a kind whose jobs run in this process.
 
-    @abstractmethod
+    A kind names its two functions as ``module:function``, because a list of all kinds must not
+    import them; one whose functions take other arguments has its own :meth:`plan` or :meth:`work`.
+
+    Attributes:
+        planner: ``(job, machine)`` -> plans, the best first.
+        executor: ``(job, choice, progress)`` -> outcome.
+        chooses: key of the job that the planner fills.
+    """
+
+    planner: ClassVar[str] = ""
+    executor: ClassVar[str] = ""
+    chooses: ClassVar[str] = "method"
+
+    def plan(self, job: Any, machine: Machine) -> Sequence[Any]:
+        """What the planner proposes, the best first."""
+        plans: Sequence[Any] = load_object(self.planner)(job, machine)
+        return plans
+
     def work(self, plan: Any) -> Callable[[RunProgress], RunOutcome]:
-        """What a run of the plan does."""
+        """What a run of the plan does with its progress."""
+        return partial(load_object(self.executor), plan.job, method_of(plan, self.chooses))
+
+    def describe(self, plan: Any) -> str:
+        """The choice with its options."""
+        return str(getattr(plan.job, self.chooses) or f"no {self.chooses}")
 
     def run(
         self,
@@ -58,6 +80,11 @@ def unreadable_rows(details: Mapping[str, Any]) -> list[str]:
     if not details.get("bad_rows"):
         return []
     return [f"{details['bad_rows']:,} rows could not be read, the first: {details['first_bad']}"]
+
+
+def choices(given: Choice | None, kind: str) -> list[Choice]:
+    """What a job says; every part of the kind where it says nothing."""
+    return [Choice(name=name) for name in table(kind)] if given is None else [given]
 
 
 def method_of(plan: Plan[Any], field: str = "method") -> Choice:

@@ -14,6 +14,7 @@ from shoal.core.native import cpu_model
 from shoal.ir import Machine
 
 _Rates = TypeVar("_Rates", bound=Value)
+_Result = TypeVar("_Result")
 
 
 def kept_rates(file: str, key: str, cls: type[_Rates], timed: Callable[[], _Rates]) -> _Rates:
@@ -51,7 +52,7 @@ def core_share(machine: Machine, known: float) -> float:
         machine: the host of a GPU is not described, and has cores of a server.
         known: FLOP/s in fp32 of the core whose rates are known.
     """
-    cores = max(machine.device.num_cores or 1, 1)
+    cores = machine.device.num_cores or 1
     flops = machine.device.peak_flops.get("fp32", known * cores) / cores
     return 1.0 if machine.device.kind == "gpu" else min(max(flops / known, 0.1), 2.0)
 
@@ -78,11 +79,17 @@ def machine_rates(
     return described.model_copy(update=scaled)
 
 
-def least_seconds(run: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
+def timed_call(run: Callable[[], _Result]) -> tuple[float, _Result]:
+    """Seconds of a call, and what it gave."""
+    begin = time.perf_counter()
+    result = run()
+    return time.perf_counter() - begin, result
+
+
+def least_seconds(run: Callable[[], _Result], times: int = 3) -> tuple[float, _Result]:
     """Seconds of the quickest of a few runs, and what the last of them gave."""
-    seconds = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        result = run()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds), result
+    least, result = timed_call(run)
+    for _ in range(times - 1):
+        seconds, result = timed_call(run)
+        least = min(least, seconds)
+    return least, result

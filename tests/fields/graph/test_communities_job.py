@@ -7,7 +7,6 @@ import json
 import pytest
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.native import cpu_model
 from shoal.core.parts import Choice, table
 from shoal.fields.graph.communities import SignatureGraph
 from shoal.fields.graph.communities.job import CommunitiesJob
@@ -52,16 +51,14 @@ def test_seeds_are_one_query(files, tmp_path):
 
 def test_packages_by_who_depends_on_them(tmp_path, monkeypatch):
     from shoal.fields.graph import loading
-    from shoal.fields.graph.communities import inputs
 
     rows = [f"Package: p{at:02}\nSection: s\nDepends: lib{at % 2}, base\n" for at in range(8)]
     rows += [f"Package: {one}\nSection: libs\n" for one in ("lib0", "lib1", "base")]
     place = tmp_path / "var" / "lib" / "dpkg" / "status"
     place.parent.mkdir(parents=True)
     place.write_text("\n".join(rows))
-    known, read = loading.package_graph, inputs.debian_packages
-    monkeypatch.setattr(inputs, "package_graph", lambda labels, _: known(labels, tmp_path))
-    monkeypatch.setattr(inputs, "debian_packages", lambda _: read(tmp_path))
+    read = loading.debian_packages
+    monkeypatch.setattr(loading, "debian_packages", lambda _: read(tmp_path))
     job = CommunitiesJob(data="packages", seeds="base", size=4, method="mean_similarity")
     [plan] = CommunitiesKind().plan(job, load("laptop"))
     assert plan.num_vertices == 3 and plan.entries == 16
@@ -115,15 +112,3 @@ def test_more_work_is_predicted_to_take_longer():
         more = work.model_copy(update={"candidates": 4000, "size": 200})
         assert part.estimate(more, machine).step_s.value > 2 * once.step_s.value
         assert part.estimate(more, machine).memory_total > once.memory_total
-
-
-def test_rates_are_timed_once_and_kept(monkeypatch, tmp_path):
-    from shoal.fields.graph.communities import costs
-
-    monkeypatch.setattr(costs, "_VERTICES", 5000)
-    machine = load("laptop")
-    here = machine.model_copy(update={"fingerprint": {"cpu": cpu_model()}})
-    rates = costs.rates_of(here)
-    assert all(value > 0 for value in rates.model_dump().values())
-    assert costs.rates_of(here) == rates
-    assert json.loads((tmp_path / "home" / "communities.json").read_text())

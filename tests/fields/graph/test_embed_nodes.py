@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.native import cpu_model
 from shoal.core.parts import Choice, table
 from shoal.fields.graph import CSRGraph, NodeLabels
 from shoal.fields.graph.embedding.job import EmbedNodesJob
@@ -106,19 +105,6 @@ def test_more_work_is_predicted_to_take_longer():
     plain = table("node_embedder").build("fastrp")
     a, b = (one.estimate(work, machine).step_s.value for one in (tuned, plain))
     assert 10 * b < a
-
-
-def test_rates_are_timed_once_and_kept(monkeypatch, tmp_path):
-    from shoal.fields.graph.embedding import costs
-
-    monkeypatch.setattr(costs, "_NODES", 2000)
-    monkeypatch.setattr(costs, "_EDGES", 10_000)
-    machine = load("laptop")
-    here = machine.model_copy(update={"fingerprint": {"cpu": cpu_model()}})
-    rates = costs.rates_of(here)
-    assert all(value > 0 for value in rates.model_dump().values())
-    assert costs.rates_of(here) == rates
-    assert json.loads((tmp_path / "home" / "embedding.json").read_text())
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (5, 1), (40, 8)])

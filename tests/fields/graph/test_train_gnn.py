@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError, DataError  # noqa: E402
-from shoal.core.native import cpu_model  # noqa: E402
 from shoal.core.parts import Choice, table  # noqa: E402
 from shoal.core.random import seed64  # noqa: E402
 from shoal.fields.graph.gnn.inputs import classified_graph  # noqa: E402
@@ -139,17 +138,6 @@ def test_more_neighbours_are_predicted_to_take_longer():
         hub = part.estimate(work.model_copy(update={"largest": 8000}), machine)
         waits = part.depth(8000) > 1000
         assert (hub.step_s.value > 3 * once.step_s.value) == waits
-
-
-@pytest.mark.slow
-def test_rates_are_timed_once_and_kept():
-    from shoal.fields.graph.gnn import costs
-
-    machine = load("laptop")
-    here = machine.model_copy(update={"fingerprint": {"cpu": cpu_model()}})
-    rates = costs.rates_of(here)
-    assert all(value > 0 for value in rates.model_dump().values())
-    assert costs.rates_of(here) == rates
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ Start reading at ``graph.py``, then ``embedding/protocols.py`` and ``embedding/f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shoal.core.parts import PartTable, load_object
+from shoal.core.parts import PartTable, lazy_names
 
 if TYPE_CHECKING:
     from shoal.fields.graph.embedding.call import embed
@@ -83,24 +83,19 @@ FEATURE_SOURCES = PartTable(
     protocol="shoal.fields.graph.gather.protocols:FeaturePlacement",
 )
 
-_PLACES = {
-    "FeatureTable": "gather.table",
-    "NeighborLoader": "sample.loader",
-    "NeighbourSampler": "sample.neighbours",
-    "GraphSAGE": "gnn.network",
-    "SAGEConv": "gnn.network",
-    "FastRPModel": "embedding.fastrp.model",
-    "CSRGraph": "graph",
-    "NodeLabels": "graph",
-    "embed": "embedding.call",
-    "graph_of": "loading",
-    "package_graph": "loading",
-    "read_graph": "loading",
-    "read_labels": "loading",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return load_object(f"shoal.fields.graph.{_PLACES[name]}:{name}")
-    raise AttributeError(f"module 'shoal.fields.graph' has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    FeatureTable="gather.table",
+    NeighborLoader="sample.loader",
+    NeighbourSampler="sample.neighbours",
+    GraphSAGE="gnn.network",
+    SAGEConv="gnn.network",
+    FastRPModel="embedding.fastrp.model",
+    CSRGraph="graph",
+    NodeLabels="graph",
+    embed="embedding.call",
+    graph_of="loading",
+    package_graph="loading",
+    read_graph="loading",
+    read_labels="loading",
+)

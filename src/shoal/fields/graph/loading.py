@@ -83,7 +83,9 @@ def graph_of(given: Any, *, directed: bool = False) -> CSRGraph:
     )
 
 
-def package_graph(labels: str = "section", root: Path = Path("/")) -> CSRGraph:
+def package_graph(
+    labels: str = "section", root: Path = Path("/"), *, directed: bool = False
+) -> CSRGraph:
     """The packages of this machine's index, joined where one names another.
 
     An edge is a dependency, a recommendation or a suggestion, of alternatives each.
@@ -91,6 +93,7 @@ def package_graph(labels: str = "section", root: Path = Path("/")) -> CSRGraph:
     Args:
         labels: ``section``, one for each package, or ``tags``, several for about half of them.
         root: of the system.
+        directed: an edge leads from a package to one that it depends on; there are no others.
 
     Raises:
         DataError: there is no index.
@@ -100,12 +103,17 @@ def package_graph(labels: str = "section", root: Path = Path("/")) -> CSRGraph:
         raise GraphError(f"labels = {labels!r}: expected section or tags")
     rows = debian_packages(root).rows
     place = {row.name: at for at, row in enumerate(rows)}
-    pairs = [(at, place[to]) for at, row in enumerate(rows) for to in row.related if to in place]
+    pairs = [
+        (at, place[to])
+        for at, row in enumerate(rows)
+        for to in (row.depends if directed else row.related)
+        if to in place
+    ]
     ends = np.array(pairs, np.int64).reshape(-1, 2)
     named = [row.tags if labels == "tags" else (row.section,) * bool(row.section) for row in rows]
     return CSRGraph.from_edges(
         ends[:, 0], ends[:, 1], ids=np.array([row.name for row in rows], str),
-        labels=NodeLabels.of(named),
+        labels=NodeLabels.of(named), directed=directed,
     )  # fmt: skip
 
 

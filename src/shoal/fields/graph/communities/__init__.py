@@ -5,9 +5,9 @@ Start reading at ``signature_graph.py``, then ``protocols.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shoal.core.parts import PartTable, load_object
+from shoal.core.parts import PartTable, lazy_names
 
 if TYPE_CHECKING:
     from shoal.fields.graph.communities.adjacency import AdjacencySets
@@ -31,10 +31,4 @@ COMMUNITY_EXPANDERS = PartTable(
     protocol=f"{_HERE}.protocols:CommunityExpander",
 )
 
-_PLACES = {"AdjacencySets": "adjacency", "SignatureGraph": "signature_graph"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return load_object(f"{_HERE}.{_PLACES[name]}:{name}")
-    raise AttributeError(f"module {_HERE!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, AdjacencySets="adjacency", SignatureGraph="signature_graph")

@@ -6,8 +6,6 @@ processor; a machine that is only described is taken to have such cores, by thei
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from shoal.core.random import generator
@@ -16,7 +14,7 @@ from shoal.fields.graph.communities.building import SignatureBuilder
 from shoal.fields.graph.communities.native import band_mates, equal_slots
 from shoal.fields.graph.communities.protocols import CommunityRates
 from shoal.fields.graph.communities.signature_graph import SignatureGraph
-from shoal.fields.rates import least_seconds, machine_rates
+from shoal.fields.rates import least_seconds, machine_rates, timed_call
 from shoal.ir import Machine
 
 # FLOP/s in fp32 of the core whose rates are below: one of Intel's Sapphire Rapids.
@@ -51,9 +49,8 @@ def timed() -> CommunityRates:
     members = draw.integers(0, 2**32, 200_000, np.uint64)
     rows, none = np.arange(_VERTICES), np.zeros(0, np.int64)
     fresh = SignatureBuilder(_HASHES)
-    begin = time.perf_counter()
-    fresh.put(rows, np.zeros(_VERTICES + 1, np.int64), none)
-    byte_s = (time.perf_counter() - begin) / (4 * _HASHES * _VERTICES)
+    ends = np.zeros(_VERTICES + 1, np.int64)
+    put_s, _ = timed_call(lambda: fresh.put(rows, ends, none))
     few = np.full((100, _HASHES), 2**32 - 1, np.uint32)
     hash_s, _ = least_seconds(lambda: hasher.lower(few, members, np.arange(101) * 2000))
     signatures = draw.integers(0, 2**32, (_VERTICES, _HASHES), np.uint32)
@@ -70,7 +67,7 @@ def timed() -> CommunityRates:
     step_s, _ = least_seconds(lambda: np.argsort(-scores, kind="stable"))
     return CommunityRates(
         hash_s=hash_s / (len(members) * _HASHES),
-        byte_s=byte_s,
+        byte_s=put_s / (4 * _HASHES * _VERTICES),
         sort_s=sort_s / (_VERTICES * _BANDS),
         slot_s=slot_s / (_SEEDS * len(others) * _HASHES),
         mate_s=mate_s / (_BANDS * _SEEDS),

@@ -21,6 +21,7 @@ from shoal.fields.graph.communities.picture import network
 from shoal.fields.graph.communities.protocols import CommunityExpander
 from shoal.fields.graph.communities.signature_graph import SignatureGraph
 from shoal.fields.graph.graph import CSRGraph
+from shoal.fields.rates import timed_call
 from shoal.fields.running import RunOutcome, RunProgress
 
 SIGNATURES = "signatures"
@@ -34,20 +35,18 @@ def execute(job: CommunitiesJob, choice: Choice, progress: RunProgress) -> RunOu
         ShoalError: the graph cannot be read or signed; a seed is unknown.
     """
     progress.say(0.0, "reading")
-    begin = time.perf_counter()
-    graph = graph_of_job(job)
-    read_s = time.perf_counter() - begin
+    read_s, graph = timed_call(lambda: graph_of_job(job))
     method: CommunityExpander = table("community_expander").build(choice, where="method")
     progress.say(0.1, f"signing {graph.num_nodes:,} vertices")
-    begin = time.perf_counter()
-    signed = SignatureGraph.from_edges(
-        graph, side=job.side, hashes=job.hashes, least_degree=job.least_degree,
-        threshold=job.threshold, recall=job.recall, seed=job.seed, threads=job.threads,
+    build_s, signed = timed_call(
+        lambda: SignatureGraph.from_edges(
+            graph, side=job.side, hashes=job.hashes, least_degree=job.least_degree,
+            threshold=job.threshold, recall=job.recall, seed=job.seed, threads=job.threads,
+        )
     )  # fmt: skip
-    build_s = time.perf_counter() - begin
     nodes, sets = signed_nodes(job, graph)
     if job.seeds:
-        queries = [Query(signed.rows_of(seeds_of(job)), -1)]
+        queries = [Query(signed.rows_of(seeds_of(job.seeds)), -1)]
     else:
         queries = queries_of(job, graph.labels, nodes)
     progress.say(0.5, "asking")

@@ -10,7 +10,6 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.core.files import expanded
 from shoal.core.random import generator
-from shoal.corpora.debian import debian_packages
 from shoal.fields.graph.communities.adjacency import AdjacencySets, sets_of
 from shoal.fields.graph.communities.job import CommunitiesJob
 from shoal.fields.graph.communities.protocols import CommunityError
@@ -42,14 +41,7 @@ def dependency_graph(labels: str = "section", root: Path = Path("/")) -> CSRGrap
         DataError: there is no index of packages.
         GraphError: other labels are wanted.
     """
-    known = package_graph(labels, root)
-    rows = debian_packages(root).rows
-    place = {row.name: at for at, row in enumerate(rows)}
-    pairs = [(at, place[to]) for at, row in enumerate(rows) for to in row.depends if to in place]
-    ends = np.array(pairs, np.int64).reshape(-1, 2)
-    return CSRGraph.from_edges(
-        ends[:, 0], ends[:, 1], ids=known.ids, labels=known.labels, directed=True
-    )
+    return package_graph(labels, root, directed=True)
 
 
 def graph_of_job(job: CommunitiesJob) -> CSRGraph:
@@ -111,6 +103,6 @@ def queries_of(job: CommunitiesJob, labels: NodeLabels | None, nodes: np.ndarray
     return [Query(draw.choice(groups[at], job.seeds_each, False), int(at)) for at in drawn]
 
 
-def seeds_of(job: CommunitiesJob) -> list[str]:
-    """Names of the seeds that are given."""
-    return [one.strip() for one in job.seeds.split(",") if one.strip()]
+def seeds_of(text: str) -> list[str]:
+    """Names of seeds that are given, with commas between them."""
+    return [one.strip() for one in text.split(",") if one.strip()]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
@@ -14,11 +13,8 @@ from shoal.fields.graph.communities.job import (
     CommunitiesPlan,
     CommunitiesReport,
 )
-from shoal.fields.kinds import KindHere, method_of
-from shoal.ir import Flag, Machine, Quantity
-
-if TYPE_CHECKING:
-    from shoal.fields.running import RunOutcome, RunProgress
+from shoal.fields.kinds import KindHere
+from shoal.ir import Flag, Quantity
 
 # Members that are listed.
 _LISTED = 30
@@ -32,6 +28,8 @@ class CommunitiesKind(KindHere):
     job_type: ClassVar = CommunitiesJob
     plan_type: ClassVar = CommunitiesPlan
     report_type: ClassVar = CommunitiesReport
+    planner: ClassVar = "shoal.fields.graph.communities.planning:plan_communities"
+    executor: ClassVar = "shoal.fields.graph.communities.execute:execute"
     subject: ClassVar = "data"
     example: ClassVar = {"data": "planted:2000", "threshold": 0.02, "queries": 20}
     flags: ClassVar = (
@@ -62,22 +60,6 @@ class CommunitiesKind(KindHere):
         Quantity.of_bytes("index_bytes", "signatures and bands"),
         Quantity.of_bytes("memory_bytes", "memory"),
     )
-
-    def plan(self, job: CommunitiesJob, machine: Machine) -> Sequence[CommunitiesPlan]:
-        """Every expander, the fastest first."""
-        from shoal.fields.graph.communities.planning import plan_communities
-
-        return plan_communities(job, machine)
-
-    def work(self, plan: CommunitiesPlan) -> Callable[[RunProgress], RunOutcome]:
-        """Sign and ask in this process."""
-        from shoal.fields.graph.communities.execute import execute
-
-        return partial(execute, plan.job, method_of(plan))
-
-    def describe(self, plan: CommunitiesPlan) -> str:
-        """The expander with its options."""
-        return str(plan.job.method or "no method")
 
     def results(self, report: CommunitiesReport, directory: Path) -> Sequence[Table | str]:
         """Members of the first community, and what lies where."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from shoal.core.parts import Choice, table
@@ -20,6 +18,7 @@ from shoal.fields.graph.communities.inputs import (
 from shoal.fields.graph.communities.job import CommunitiesJob, CommunitiesPlan
 from shoal.fields.graph.communities.protocols import CommunityExpander, CommunityWork
 from shoal.fields.graph.communities.signature_graph import MOST_CANDIDATES
+from shoal.fields.kinds import choices
 from shoal.ir import Interval, Machine
 
 # The interpreter with numpy and SciPy, and bytes for an entry of the graph while it is read.
@@ -40,7 +39,7 @@ def plan_communities(job: CommunitiesJob, machine: Machine) -> list[CommunitiesP
     if job.seeds:
         # A seed that is unknown is said by the run.
         names = (nodes if graph.ids is None else graph.ids[nodes]).astype(str)
-        rows = np.flatnonzero(np.isin(names, seeds_of(job)))
+        rows = np.flatnonzero(np.isin(names, seeds_of(job.seeds)))
         queries = [Query(rows if len(rows) else np.zeros(1, np.int64), -1)]
     else:
         queries = queries_of(job, graph.labels, nodes)[:_SAMPLE]
@@ -59,7 +58,10 @@ def plan_communities(job: CommunitiesJob, machine: Machine) -> list[CommunitiesP
     others = graph.num_nodes - len(nodes)
     data = len(nodes) * (4.0 * job.hashes + 8.0 * cut.bands + 8.0) + 8.0 * others
     size = data + names * graph.num_nodes
-    plans = [_plan(job, machine, one, work, entries, size) for one in _methods(job)]
+    plans = [
+        _plan(job, machine, one, work, entries, size)
+        for one in choices(job.method, "community_expander")
+    ]
     return sorted(plans, key=lambda plan: (not plan.fits, plan.predicted["query_s"].value))
 
 
@@ -79,14 +81,6 @@ def predicted_candidates(sets: AdjacencySets, cut: Bands, queries: list[Query]) 
     return max(float(np.percentile(counts, 95)), 1.0)
 
 
-def _methods(job: CommunitiesJob) -> Iterator[Choice]:
-    if job.method is not None:
-        yield job.method
-        return
-    for name in table("community_expander"):
-        yield Choice(name=name)
-
-
 def _plan(
     job: CommunitiesJob,
     machine: Machine,
@@ -104,7 +98,6 @@ def _plan(
         + rates.byte_s * 4 * work.hashes * work.num_vertices
     )
     memory = cost.memory_total + size + _RUNTIME + _READING * entries
-    capacity = machine.device.main_memory.capacity_bytes
     spelled = table("community_expander").spell(method)
     most = max(cost.terms_s, key=lambda name: cost.terms_s[name])
     return CommunitiesPlan(
@@ -117,7 +110,7 @@ def _plan(
             "memory_bytes": Interval.around(memory, 0.5),
         },
         planner="rates of this processor",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=f"{spelled}: {work.num_vertices:,} vertices, {entries:,} members, {work.bands} bands, "
         f"about {work.candidates:,} candidates; most time in {most}",
         num_vertices=work.num_vertices,

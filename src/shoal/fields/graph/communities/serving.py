@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from shoal.core.errors import ShoalError, require
 from shoal.core.parts import table
+from shoal.fields.graph.communities.inputs import seeds_of
 from shoal.fields.graph.communities.picture import network
 from shoal.fields.graph.communities.protocols import CommunityError
 from shoal.fields.graph.communities.signature_graph import (
@@ -20,6 +18,7 @@ from shoal.fields.graph.communities.signature_graph import (
     SignatureGraph,
 )
 from shoal.fields.http_app import app_maker
+from shoal.fields.rates import timed_call
 from shoal.serve.http.app_server import AppOptions, running_app
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def answer(graph: SignatureGraph, query: Mapping[str, str]) -> tuple[Community, 
     Raises:
         ConfigError: a parameter that is none, or an answer that there is not.
     """
-    seeds = [one.strip() for one in query.get("seeds", "").split(",") if one.strip()]
+    seeds = seeds_of(query.get("seeds", ""))
     require(
         0 < len(seeds) <= _SEEDS, "seeds", len(seeds), expected=f"1 to {_SEEDS} vertices",
         error=CommunityError,
@@ -109,13 +108,11 @@ def page(graph: SignatureGraph, query: Mapping[str, str]) -> str:
     """The page of a query: a form, and a picture if seeds are given."""
     result = ""
     if query.get("seeds"):
-        begin = time.perf_counter()
         try:
-            community, view = answer(graph, query)
-            took = 1000 * (time.perf_counter() - begin)
+            took, (community, view) = timed_call(lambda: answer(graph, query))
             result = (
                 f"<p>{len(community.members):,} members, of {community.candidates:,} candidates, "
-                f"in {took:.1f} ms</p>{network(view, len(community.seeds))}"
+                f"in {1000 * took:.1f} ms</p>{network(view, len(community.seeds))}"
             )
         except ShoalError as cause:
             result = f"<p>{escape(str(cause))}</p>"
@@ -131,14 +128,12 @@ def page(graph: SignatureGraph, query: Mapping[str, str]) -> str:
 
 
 def _json(graph: SignatureGraph, query: Mapping[str, str]) -> dict[str, Any]:
-    begin = time.perf_counter()
-    community, view = answer(graph, query)
-    took = time.perf_counter() - begin
-    arrays: dict[str, np.ndarray] = {
-        "seeds": community.seeds,
-        "added": community.added,
-        "scores": community.scores,
-        "groups": view.groups,
+    took, (community, view) = timed_call(lambda: answer(graph, query))
+    return {
+        "seeds": community.seeds.tolist(),
+        "added": community.added.tolist(),
+        "scores": community.scores.tolist(),
+        "groups": view.groups.tolist(),
+        "candidates": community.candidates,
+        "seconds": took,
     }
-    said = {name: array.tolist() for name, array in arrays.items()}
-    return {**said, "candidates": community.candidates, "seconds": took}

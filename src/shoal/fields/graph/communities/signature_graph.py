@@ -170,8 +170,11 @@ class SignatureGraph:
             cut = bands_reaching(threshold, recall, hashes)
         else:
             cut = Bands(*bands)
+            require(
+                min(cut) > 0, "bands", bands, expected="two numbers above 0", error=CommunityError
+            )
             # With the message that bands of too many slots have.
-            band_keys(np.empty((0, hashes), np.uint32), _positive(cut))
+            band_keys(np.empty((0, hashes), np.uint32), cut)
         given: dict[str, np.ndarray] = {}
         if isinstance(edges, CSRGraph):
             signed, given = add_graph(builder, edges, side, least_degree)
@@ -501,11 +504,6 @@ class SignatureUnion:
         after = np.minimum(self._merged, self._candidates[at])
         follow_slots(self._candidates, self._merged, after, self._equal)
         self._merged = after
-
-
-def _positive(cut: Bands) -> Bands:
-    require(min(cut) > 0, "bands", tuple(cut), expected="two numbers above 0", error=CommunityError)
-    return cut
 
 
 def _places(names: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.graph.deep.job import TrainDeepGnnJob, TrainDeepGnnPlan, TrainDeepGnnReport
+from shoal.fields.graph.gnn.kind import network_results
 from shoal.fields.kinds import KindHere
-from shoal.ir import Flag, Machine, Quantity
+from shoal.ir import Flag, Quantity
 
 if TYPE_CHECKING:
     from shoal.fields.running import RunOutcome, RunProgress
@@ -25,6 +26,8 @@ class TrainDeepGnnKind(KindHere):
     job_type: ClassVar = TrainDeepGnnJob
     plan_type: ClassVar = TrainDeepGnnPlan
     report_type: ClassVar = TrainDeepGnnReport
+    planner: ClassVar = "shoal.fields.graph.deep.planning:plan_deep"
+    chooses: ClassVar = "split"
     subject: ClassVar = "data"
     example: ClassVar = {"data": "planted:400", "epochs": 3, "layers": 4, "ranks": 2, "hidden": 8}
     flags: ClassVar = (
@@ -45,34 +48,11 @@ class TrainDeepGnnKind(KindHere):
         Quantity.of_bytes("memory_bytes", "memory"),
     )
 
-    def plan(self, job: TrainDeepGnnJob, machine: Machine) -> Sequence[TrainDeepGnnPlan]:
-        """Every split, the fastest first."""
-        from shoal.fields.graph.deep.planning import plan_deep
-
-        return plan_deep(job, machine)
-
     def work(self, plan: TrainDeepGnnPlan) -> Callable[[RunProgress], RunOutcome]:
-        """Train on processes of this machine."""
         from shoal.fields.graph.deep.execute import execute
 
         return partial(execute, plan.job, plan.grid)
 
-    def describe(self, plan: TrainDeepGnnPlan) -> str:
-        """The split with its options."""
-        return str(plan.job.split or "no split")
-
     def results(self, report: TrainDeepGnnReport, directory: Path) -> Sequence[Table | str]:
         """The accuracies of each seed, and what lies where."""
-        details = report.details
-        table = Table(
-            title="networks",
-            columns=("seed", "validation", "test", "best epoch"),
-            rows=tuple(
-                (str(one["seed"]), f"{one['val']:.1%}", f"{one['test']:.1%}", str(one["epoch"]))
-                for one in details["seeds"]
-            ),
-            right="rrrr",
-        )
-        files = ", ".join(str(directory / name) for name in details["files"])
-        common = f"{details['most_common']:.1%} of the test nodes have the most common class"
-        return [table, common, f"files: {files}"]
+        return network_results(report.details, directory)

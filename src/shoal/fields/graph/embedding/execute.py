@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from shoal.fields.graph.embedding.job import EmbedNodesJob
 from shoal.fields.graph.embedding.judging import judged_f1
 from shoal.fields.graph.embedding.picture import node_map
 from shoal.fields.graph.embedding.protocols import NodeEmbedder
+from shoal.fields.rates import timed_call
 from shoal.fields.running import RunOutcome, RunProgress
 
 FILES = ("embedding.npy", "ids.npy", "embedding.json")
@@ -28,17 +28,14 @@ def execute(job: EmbedNodesJob, choice: Choice, progress: RunProgress) -> RunOut
         ShoalError: the graph cannot be read or embedded.
     """
     progress.say(0.0, "reading")
-    begin = time.perf_counter()
-    graph = graph_of_job(job)
-    read_s = time.perf_counter() - begin
+    read_s, graph = timed_call(lambda: graph_of_job(job))
     method: NodeEmbedder = table("node_embedder").build(choice, where="method")
     judged = judged_nodes(job, graph)
     progress.say(0.2, f"embedding {graph.num_nodes:,} nodes by {choice.name}")
-    begin = time.perf_counter()
-    embedding = method.fit(
-        graph, seed=job.seed, threads=job.threads, tuning=None if judged is None else judged[1]
+    tuning = None if judged is None else judged[1]
+    embed_s, embedding = timed_call(
+        lambda: method.fit(graph, seed=job.seed, threads=job.threads, tuning=tuning)
     )
-    embed_s = time.perf_counter() - begin
     progress.say(0.7, "writing")
     vectors = embedding.vectors
     ids = np.arange(graph.num_nodes) if graph.ids is None else graph.ids

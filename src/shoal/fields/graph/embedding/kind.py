@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.graph.embedding.job import EmbedNodesJob, EmbedNodesPlan, EmbedNodesReport
-from shoal.fields.kinds import KindHere, method_of
-from shoal.ir import Flag, Machine, Quantity
-
-if TYPE_CHECKING:
-    from shoal.fields.running import RunOutcome, RunProgress
+from shoal.fields.kinds import KindHere
+from shoal.ir import Flag, Quantity
 
 # Counts of a report, with how they are called.
 _COUNTS = {
@@ -36,6 +32,8 @@ class EmbedNodesKind(KindHere):
     job_type: ClassVar = EmbedNodesJob
     plan_type: ClassVar = EmbedNodesPlan
     report_type: ClassVar = EmbedNodesReport
+    planner: ClassVar = "shoal.fields.graph.embedding.planning:plan_embedding"
+    executor: ClassVar = "shoal.fields.graph.embedding.execute:execute"
     subject: ClassVar = "data"
     example: ClassVar = {"data": "planted:2000"}
     flags: ClassVar = (
@@ -53,22 +51,6 @@ class EmbedNodesKind(KindHere):
         Quantity.of_bytes("vector_bytes", "vectors"),
         Quantity.of_bytes("memory_bytes", "memory"),
     )
-
-    def plan(self, job: EmbedNodesJob, machine: Machine) -> Sequence[EmbedNodesPlan]:
-        """Every embedder, the fastest first."""
-        from shoal.fields.graph.embedding.planning import plan_embedding
-
-        return plan_embedding(job, machine)
-
-    def work(self, plan: EmbedNodesPlan) -> Callable[[RunProgress], RunOutcome]:
-        """Embed and measure in this process."""
-        from shoal.fields.graph.embedding.execute import execute
-
-        return partial(execute, plan.job, method_of(plan))
-
-    def describe(self, plan: EmbedNodesPlan) -> str:
-        """The embedder with its options."""
-        return str(plan.job.method or "no method")
 
     def results(self, report: EmbedNodesReport, directory: Path) -> Sequence[Table | str]:
         """What was counted, and what lies where."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from shoal.core.parts import Choice, table
 from shoal.fields.graph.embedding.costs import rates_of
 from shoal.fields.graph.embedding.inputs import graph_of_job, judged_nodes
 from shoal.fields.graph.embedding.job import EmbedNodesJob, EmbedNodesPlan
 from shoal.fields.graph.embedding.protocols import EmbedWork, NodeEmbedder
+from shoal.fields.kinds import choices
 from shoal.ir import Interval, Machine
 
 # The interpreter with numpy, SciPy and scikit-learn, as it was measured.
@@ -32,23 +31,14 @@ def plan_embedding(job: EmbedNodesJob, machine: Machine) -> list[EmbedNodesPlan]
         threads=min(job.threads, machine.device.num_cores or job.threads),
         rates=rates_of(machine),
     )
-    plans = [_plan(job, machine, choice, work) for choice in _methods(job)]
+    plans = [_plan(job, machine, choice, work) for choice in choices(job.method, "node_embedder")]
     return sorted(plans, key=lambda plan: (not plan.fits, plan.predicted["embed_s"].value))
-
-
-def _methods(job: EmbedNodesJob) -> Iterator[Choice]:
-    if job.method is not None:
-        yield job.method
-        return
-    for name in table("node_embedder"):
-        yield Choice(name=name)
 
 
 def _plan(job: EmbedNodesJob, machine: Machine, choice: Choice, work: EmbedWork) -> EmbedNodesPlan:
     method: NodeEmbedder = table("node_embedder").build(choice, where="method")
     cost = method.estimate(work, machine)
     memory = cost.memory_total + _RUNTIME + _READING * work.nnz
-    capacity = machine.device.main_memory.capacity_bytes
     spelled = table("node_embedder").spell(method)
     most = max(cost.terms_s, key=lambda name: cost.terms_s[name])
     return EmbedNodesPlan(
@@ -60,7 +50,7 @@ def _plan(job: EmbedNodesJob, machine: Machine, choice: Choice, work: EmbedWork)
             "vector_bytes": Interval.exact(4.0 * work.num_nodes * method.dim + 128),
         },
         planner="rates of this processor",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=f"{spelled}: {work.num_nodes:,} nodes, {work.nnz:,} entries; most time in {most}",
         num_nodes=work.num_nodes,
         nnz=work.nnz,

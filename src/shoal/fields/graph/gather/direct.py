@@ -37,11 +37,9 @@ class DirectFeatures:
         return work.estimate(moves=((work.nbytes, seconds),), device=0.0)
 
     def device_rows(self, num_rows: int) -> int:
-        """None."""
         return 0
 
     def heat(self, degrees: np.ndarray, accesses: Callable[[], np.ndarray]) -> np.ndarray | None:
-        """It does not matter."""
         return None
 
     def place(self, table: FeatureTable) -> Fetch:

@@ -52,7 +52,6 @@ class ResidentFeatures:
         return degrees if self.hot_by == "degree" else accesses()
 
     def place(self, table: FeatureTable) -> Fetch:
-        """Copy the hot rows."""
         import torch
 
         if table.heat is None:

@@ -280,24 +280,20 @@ def _checked(values: Any) -> torch.Tensor:
 
     import torch
 
-    if isinstance(values, np.ndarray):
-        if values.dtype != np.float32 or values.ndim != 2:
-            raise GatherError(
-                f"table: {values.dtype} {list(values.shape)}; expected float32 [N, F]"
-            )
-        if not values.flags.c_contiguous:
-            raise GatherError("table: rows that do not lie together; expected contiguous rows")
-        with warnings.catch_warnings():
-            # Of what is mapped for reading; it is never written.
-            warnings.simplefilter("ignore", UserWarning)
-            values = torch.from_numpy(values)
-    require(isinstance(values, torch.Tensor), "table", type(values).__name__,
+    array = isinstance(values, np.ndarray)
+    require(array or isinstance(values, torch.Tensor), "table", type(values).__name__,
             expected="an array or a tensor", error=GatherError)  # fmt: skip
-    if values.dtype != torch.float32 or values.dim() != 2 or not values.shape[1]:
+    wanted = np.float32 if array else torch.float32
+    if values.dtype != wanted or values.ndim != 2 or not values.shape[1]:
         raise GatherError(f"table: {values.dtype} {list(values.shape)}; expected float32 [N, F]")
-    if values.device.type != "cpu":
+    if not array and values.device.type != "cpu":
         raise GatherError(f"table: on {values.device}; expected host memory")
-    if not values.is_contiguous():
+    if not (values.flags.c_contiguous if array else values.is_contiguous()):
         raise GatherError("table: rows that do not lie together; expected contiguous rows")
-    tensor: torch.Tensor = values
-    return tensor
+    if not array:
+        tensor: torch.Tensor = values
+        return tensor
+    with warnings.catch_warnings():
+        # Of what is mapped for reading; it is never written.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(values)

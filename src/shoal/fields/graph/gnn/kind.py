@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.graph.gnn.job import TrainGnnJob, TrainGnnPlan, TrainGnnReport
 from shoal.fields.kinds import KindHere, method_of
-from shoal.ir import Flag, Machine, Quantity
+from shoal.ir import Flag, Quantity
 
 if TYPE_CHECKING:
     from shoal.fields.running import RunOutcome, RunProgress
@@ -25,6 +25,7 @@ class TrainGnnKind(KindHere):
     job_type: ClassVar = TrainGnnJob
     plan_type: ClassVar = TrainGnnPlan
     report_type: ClassVar = TrainGnnReport
+    planner: ClassVar = "shoal.fields.graph.gnn.planning:plan_gnn"
     subject: ClassVar = "data"
     example: ClassVar = {"data": "planted:1000", "epochs": 5}
     flags: ClassVar = (
@@ -47,14 +48,7 @@ class TrainGnnKind(KindHere):
         Quantity.of_bytes("host_bytes", "features moved by the host's memory in an epoch"),
     )
 
-    def plan(self, job: TrainGnnJob, machine: Machine) -> Sequence[TrainGnnPlan]:
-        """Every aggregator, the fastest first."""
-        from shoal.fields.graph.gnn.planning import plan_gnn
-
-        return plan_gnn(job, machine)
-
     def work(self, plan: TrainGnnPlan) -> Callable[[RunProgress], RunOutcome]:
-        """Train in this process."""
         from shoal.fields.graph.gnn.execute import execute
 
         # Steps over the whole graph gather nothing.
@@ -68,16 +62,20 @@ class TrainGnnKind(KindHere):
 
     def results(self, report: TrainGnnReport, directory: Path) -> Sequence[Table | str]:
         """The accuracies of each seed, and what lies where."""
-        details = report.details
-        table = Table(
-            title="networks",
-            columns=("seed", "validation", "test", "best epoch"),
-            rows=tuple(
-                (str(one["seed"]), f"{one['val']:.1%}", f"{one['test']:.1%}", str(one["epoch"]))
-                for one in details["seeds"]
-            ),
-            right="rrrr",
-        )
-        files = ", ".join(str(directory / name) for name in details["files"])
-        common = f"{details['most_common']:.1%} of the test nodes have the most common class"
-        return [table, common, f"files: {files}"]
+        return network_results(report.details, directory)
+
+
+def network_results(details: Mapping[str, Any], directory: Path) -> list[Table | str]:
+    """The accuracies of each seed, and what lies where, of the details of a report."""
+    table = Table(
+        title="networks",
+        columns=("seed", "validation", "test", "best epoch"),
+        rows=tuple(
+            (str(one["seed"]), f"{one['val']:.1%}", f"{one['test']:.1%}", str(one["epoch"]))
+            for one in details["seeds"]
+        ),
+        right="rrrr",
+    )
+    files = ", ".join(str(directory / name) for name in details["files"])
+    common = f"{details['most_common']:.1%} of the test nodes have the most common class"
+    return [table, common, f"files: {files}"]

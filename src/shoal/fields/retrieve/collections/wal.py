@@ -6,7 +6,6 @@ import contextlib
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.core.errors import StoreError
@@ -34,31 +33,24 @@ def read_log(path: Path) -> tuple[list[bytes], int]:
     except OSError as cause:
         raise StoreError(f"{path}: cannot be read: {cause}") from cause
     records, at = [], 0
-    for record, end in _records(data, path):
-        records.append(record)
-        at = end
-    return records, at
-
-
-def _records(data: bytes, path: Path) -> Iterator[tuple[bytes, int]]:
-    at = 0
     while at + _HEAD.size <= len(data):
         size, crc, check = _HEAD.unpack_from(data, at)
         end = at + _HEAD.size + size
         right = zlib.crc32(data[at : at + _FIRST.size]) == check
         if right and end > len(data):
-            return  # torn
+            break  # torn
         record = data[at + _HEAD.size : end]
         if not right or zlib.crc32(record) != crc:
             # Room that was never filled, or a last record of which not all has come.
             if not any(data[at:]) or (right and end == len(data)):
-                return
+                break
             raise StoreError(
                 f"{path}: the record at byte {at} is damaged, and others follow it; restore the "
                 "collection from a snapshot"
             )
-        yield record, end
+        records.append(record)
         at = end
+    return records, at
 
 
 class WriteAheadLog:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
-from shoal.fields.kinds import KindHere, method_of
+from shoal.fields.kinds import KindHere
 from shoal.fields.retrieve.datastore.job import DatastoreJob, DatastorePlan, DatastoreReport
-from shoal.ir import Flag, Machine, Quantity
-
-if TYPE_CHECKING:
-    from shoal.fields.running import RunOutcome, RunProgress
+from shoal.ir import Flag, Quantity
 
 
 @part
@@ -25,6 +21,8 @@ class DatastoreKind(KindHere):
     job_type: ClassVar = DatastoreJob
     plan_type: ClassVar = DatastorePlan
     report_type: ClassVar = DatastoreReport
+    planner: ClassVar = "shoal.fields.retrieve.datastore.planning:plan_datastore"
+    executor: ClassVar = "shoal.fields.retrieve.datastore.execute:execute"
     subject: ClassVar = "data"
     example: ClassVar = {"data": "stdlib"}
     flags: ClassVar = (
@@ -54,22 +52,6 @@ class DatastoreKind(KindHere):
         Quantity(name="bare_perplexity", label="perplexity without passages", better="lower"),
         Quantity(name="perplexity", label="perplexity with the whole datastore", better="lower"),
     )
-
-    def plan(self, job: DatastoreJob, machine: Machine) -> Sequence[DatastorePlan]:
-        """Every way to find passages, tried on some of the text, the quickest first."""
-        from shoal.fields.retrieve.datastore.planning import plan_datastore
-
-        return plan_datastore(job, machine)
-
-    def work(self, plan: DatastorePlan) -> Callable[[RunProgress], RunOutcome]:
-        """Build, sweep and read in this process; shards in a pool."""
-        from shoal.fields.retrieve.datastore.execute import execute
-
-        return partial(execute, plan.job, method_of(plan))
-
-    def describe(self, plan: DatastorePlan) -> str:
-        """How passages are found."""
-        return str(plan.job.method or "no method")
 
     def results(self, report: DatastoreReport, directory: Path) -> Sequence[Table | str]:
         """Perplexity by size, the law of each reader, the front, and what lies where."""

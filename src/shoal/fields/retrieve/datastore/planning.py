@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.core.errors import ConfigError
@@ -12,6 +11,8 @@ from shoal.core.scratch import scratch_directory
 from shoal.corpora.protocols import is_heldout
 from shoal.cost.arithmetic import active_parameters
 from shoal.cost.shapes import resolve
+from shoal.fields.kinds import choices
+from shoal.fields.rates import timed_call
 from shoal.fields.retrieve.datastore.building import build_datastore
 from shoal.fields.retrieve.datastore.job import DatastoreJob, DatastorePlan
 from shoal.fields.retrieve.datastore.passages import TextFile, text_files
@@ -84,21 +85,13 @@ def plan_datastore(job: DatastoreJob, machine: Machine) -> list[DatastorePlan]:
     known = Datastore.open(job.store) if job.store else None
     sizes = [one.path.stat().st_size for one in stored]
     sample, taken = _sample(stored, sizes)
+    given = Choice.model_validate(known.manifest["method"]) if known is not None else job.method
     plans = []
-    for choice in _methods(job, known):
+    for choice in choices(given, "passage_index"):
         trial = _tried(job, choice, sample, heldout)
         passages = len(known) if known else round(trial.passages * sum(sizes) / taken)
         plans.append(_plan(job, machine, choice, trial, passages, sum(sizes), known is not None))
     return sorted(plans, key=lambda one: (not one.fits, one.predicted["total_s"].value))
-
-
-def _methods(job: DatastoreJob, known: Datastore | None) -> Iterator[Choice]:
-    if known is not None:
-        yield Choice.model_validate(known.manifest["method"])
-    elif job.method is not None:
-        yield job.method
-    else:
-        yield from (Choice(name=name) for name in table("passage_index"))
 
 
 def _sample(files: Sequence[TextFile], sizes: Sequence[int]) -> tuple[list[TextFile], int]:
@@ -116,21 +109,21 @@ def _tried(
         words = file.path.read_bytes().decode("utf-8", "replace").split()[: job.window // 4]
         queries.append(" ".join(words) or file.name)
     with scratch_directory("datastore") as root:
-        begin = time.perf_counter()
-        store = build_datastore(
-            root / "store", sample, method=choice, passage_words=job.passage_words,
-            sentences=job.sentences, seed=job.seed, threads=job.threads,
+        build_s, store = timed_call(
+            lambda: build_datastore(
+                root / "store", sample, method=choice, passage_words=job.passage_words,
+                sentences=job.sentences, seed=job.seed, threads=job.threads,
+            )
         )  # fmt: skip
-        build_s = time.perf_counter() - begin
         depth = min(job.depth, len(store))
         store.search(queries, depth)  # what is loaded when it is first used
-        begin = time.perf_counter()
-        store.search(queries, depth)
-        query_s = (time.perf_counter() - begin) / len(queries)
-        begin = time.perf_counter()
-        StoreSweep(store, queries, against=queries, options=job.retrieval())
-        entry_s = (time.perf_counter() - begin) / len(queries) - query_s
-        return _Trial(len(store), build_s, query_s, max(entry_s, 0.0) / depth, store.num_bytes)
+        query_s = timed_call(lambda: store.search(queries, depth))[0] / len(queries)
+        options = job.retrieval()
+        sweep_s, _ = timed_call(
+            lambda: StoreSweep(store, queries, against=queries, options=options)
+        )
+        entry_s = max(sweep_s / len(queries) - query_s, 0.0)
+        return _Trial(len(store), build_s, query_s, entry_s / depth, store.num_bytes)
 
 
 def _plan(
@@ -154,7 +147,6 @@ def _plan(
     lists = _LIST_BYTES * depth * min(job.windows, 32)
     memory = _RUNTIME + (_TORCH if job.readers else 0.0) + max(0.0 if there else shard, lists)
     memory += index
-    capacity = machine.device.main_memory.capacity_bytes
     predicted = {
         "total_s": Interval.around(build_s + query_s * job.windows + sweep_s + read_s, 0.8),
         "build_s": Interval.around(build_s, 0.6),
@@ -171,7 +163,7 @@ def _plan(
         machine=machine,
         predicted=predicted,
         planner="a trial of each index",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=(
             f"{choice}: {passages:,} passages; a query takes {query_s * 1e3:.1f} ms, and "
             f"{len(job.shares)} sizes of {job.seeds} samples one search"

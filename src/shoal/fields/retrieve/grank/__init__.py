@@ -6,9 +6,9 @@ Start reading at ``protocols.py``, then ``entries.py``, ``log.py``, ``ranking.py
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shoal.core.parts import PartTable, load_object
+from shoal.core.parts import PartTable, lazy_names
 
 if TYPE_CHECKING:
     from shoal.fields.retrieve.grank.peer import Peer
@@ -30,10 +30,4 @@ RANKERS = PartTable(
     protocol="shoal.fields.retrieve.grank.protocols:Ranker",
 )
 
-_PLACES = {"GRank": "ranking", "Peer": "peer"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return load_object(f"shoal.fields.retrieve.grank.{_PLACES[name]}:{name}")
-    raise AttributeError(f"module 'shoal.fields.retrieve.grank' has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, GRank="ranking", Peer="peer")

@@ -91,11 +91,9 @@ class _Popular(_Plain):
         self.clicks: Counter[str] = Counter()
 
     def add(self, entry: ClickEntry) -> None:
-        """One more."""
         self.clicks[entry.item] += 1
 
     def remove(self, entry: ClickEntry) -> None:
-        """One less."""
         self.clicks[entry.item] -= 1
 
     def score(self, item: str, matches: Mapping[str, float]) -> tuple[float, float]:
@@ -108,7 +106,6 @@ class TextRanker:
     """BM25: text alone; no click changes it."""
 
     def start(self, documents: Mapping[str, str], me: str) -> Ranking:
-        """An index."""
         return _Plain(documents)
 
     def query_s(self, documents: int, clicks: int) -> float:
@@ -121,7 +118,6 @@ class PopularityRanker:
     """Documents that match, by how often all peers have clicked them."""
 
     def start(self, documents: Mapping[str, str], me: str) -> Ranking:
-        """An index, and no clicks."""
         return _Popular(documents)
 
     def query_s(self, documents: int, clicks: int) -> float:

@@ -168,16 +168,7 @@ class GRank:
     def rank(
         self, query: str, candidates: Sequence[str] | None = None, limit: int = 10
     ) -> list[Ranked]:
-        """The best documents, the best first; equal ones in the order of their names.
-
-        Args:
-            query: text.
-            candidates: documents to be ranked; those that match, or were clicked, if not given.
-            limit: how many are returned.
-
-        Raises:
-            RetrieveError: the query has no terms, or a candidate is unknown.
-        """
+        """As :class:`Ranking`; equal documents come in the order of their names."""
         words = frozenset(self.tokens(query))
         matches = self.text.scores(query)
         chosen = self._chosen(query, words, matches, candidates)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shoal.fields.http_thread import http_server
+from shoal.core.extras import import_extra
 from shoal.fields.retrieve.grank.entries import EntryRefusedError
 from shoal.fields.retrieve.grank.protocols import RetrieveError
 
@@ -16,6 +19,8 @@ MESSAGE_BYTES = 4 * 2**20
 
 Answer = Callable[[Any, int], dict[str, Any] | None]
 """(message, its bytes) -> the answer; None while the peer is offline."""
+
+_DESCRIPTORS, _START_S = 256, 30.0
 
 
 @contextlib.contextmanager
@@ -30,8 +35,29 @@ def gossip_server(answer: Answer, host: str, port: int) -> Iterator[str]:
     Raises:
         RetrieveError: the address cannot be had.
     """
-    with http_server(_app(answer), host, port, name="peer", error=RetrieveError) as address:
-        yield address
+    uvicorn: Any = import_extra("uvicorn", extra="run", purpose="the server of a peer")
+    from shoal.serve.http.accept import BoundedServer
+    from shoal.serve.http.limits import HttpLimits
+
+    try:
+        listener = socket.create_server((host, port), backlog=64)
+    except OSError as cause:
+        raise RetrieveError(f"peer: cannot listen on {host}:{port} ({cause.strerror})") from cause
+    config = uvicorn.Config(
+        _app(answer), lifespan="off", log_config=None, access_log=False, server_header=False
+    )
+    server = BoundedServer(config, limits=HttpLimits(), descriptors=_DESCRIPTORS)
+    thread = threading.Thread(
+        target=lambda: asyncio.run(server.serve(sockets=[listener])), name="peer", daemon=True
+    )
+    thread.start()
+    try:
+        where = listener.getsockname()
+        yield f"{where[0]}:{where[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(_START_S)
+        listener.close()
 
 
 def _app(answer: Answer) -> Any:

@@ -6,9 +6,9 @@ index of many tenants, :class:`OSQIndex` that of attributes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shoal.core.parts import PartTable, load_object
+from shoal.core.parts import PartTable, lazy_names
 
 if TYPE_CHECKING:
     from shoal.fields.retrieve.index.curator.index import CuratorIndex
@@ -34,15 +34,10 @@ VECTOR_INDEXES = PartTable(
     protocol="shoal.fields.retrieve.index.protocols:VectorIndex",
 )
 
-_PLACES = {
-    "CuratorIndex": "curator.index",
-    "OSQIndex": "osq.index",
-    "parse_tenants": "curator.tenants",
-    "write_dataset": "inputs",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return load_object(f"shoal.fields.retrieve.index.{_PLACES[name]}:{name}")
-    raise AttributeError(f"module 'shoal.fields.retrieve.index' has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    CuratorIndex="curator.index",
+    OSQIndex="osq.index",
+    parse_tenants="curator.tenants",
+    write_dataset="inputs",
+)

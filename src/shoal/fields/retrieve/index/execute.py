@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
-from typing import Any
 
 from shoal.core.files import write_atomic, write_json
 from shoal.core.parts import Choice, table
 from shoal.core.svg import Chart, Series
+from shoal.fields.rates import timed_call
 from shoal.fields.retrieve.index.exact import exact_neighbours
 from shoal.fields.retrieve.index.inputs import read
 from shoal.fields.retrieve.index.job import IndexJob
@@ -37,9 +36,9 @@ def execute(job: IndexJob, choice: Choice, progress: RunProgress) -> RunOutcome:
         for part in (slice(half), slice(half, None))
     )
     progress.say(0.2, f"building {choice.name}")
-    begin = time.perf_counter()
-    index = method.build(data.vectors, job.metric, seed=job.seed, threads=job.threads)
-    build_s = time.perf_counter() - begin
+    build_s, index = timed_call(
+        lambda: method.build(data.vectors, job.metric, seed=job.seed, threads=job.threads)
+    )
     progress.say(0.7, "searching")
     points = front(index, method.efforts, data.queries[:half], tuning, job.recall)
     # A single query is both halves.
@@ -76,13 +75,11 @@ def _picture(job: IndexJob, choice: Choice, points: list[FrontPoint]) -> str:
         line=True,
         points=True,
     )
-    chart: Any = Chart(
+    return Chart(
         title=f"queries in a second over recall@{job.k}",
         description=f"{choice.name} with rising effort; up and to the right is better",
         x_label=f"recall@{job.k}",
         y_label="queries/s",
         series=[series],
         log_y=True,
-    )
-    text: str = chart.render()
-    return text
+    ).render()

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from shoal.core.errors import DataError
+from shoal.core.extras import import_extra
+from shoal.core.files import write_atomic
 from shoal.core.parts import part
 from shoal.fields.retrieve.index.exact import exact_neighbours
-from shoal.fields.retrieve.index.files import load_vectors, save_vectors
 from shoal.fields.retrieve.index.protocols import BuiltIndex, Hits, IndexGrowth, Metric
+
+_FILE = "index.safetensors"
 
 
 @part
@@ -22,17 +26,29 @@ class Flat:
     efforts: ClassVar = (1.0,)
 
     def growth(self, small: int, large: int) -> IndexGrowth:
-        """All in proportion."""
         more = large / small
         return IndexGrowth(build=more, query=more, memory=more)
 
     def build(self, vectors: np.ndarray, metric: Metric, *, seed: int, threads: int) -> BuiltIndex:
-        """Keep the vectors."""
         return _FlatVectors(vectors, metric)
 
     def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
-        """Read the vectors."""
-        return _FlatVectors(load_vectors(directory), metric)
+        """Read the vectors.
+
+        Raises:
+            DataError: the file is missing or damaged.
+        """
+        safe: Any = import_extra("safetensors", extra="run", purpose="files of indexes")
+        path = directory / _FILE
+        try:
+            with safe.safe_open(path, "np") as file:
+                vectors: np.ndarray = file.get_tensor("vectors")
+        except (OSError, KeyError, ValueError, safe.SafetensorError) as cause:
+            raise DataError(f"{path}: cannot be read ({cause}); build the index again") from cause
+        if vectors.dtype != np.float32 or vectors.ndim != 2:
+            shown = f"{vectors.dtype} {list(vectors.shape)}"
+            raise DataError(f"{path}: {shown}; expected float32 [N, d]")
+        return _FlatVectors(vectors, metric)
 
 
 @dataclass
@@ -41,15 +57,15 @@ class _FlatVectors:
     metric: Metric
 
     def search(self, queries: np.ndarray, k: int, effort: float) -> Hits:
-        """Compare all."""
         hits = exact_neighbours(self.vectors, queries, k, self.metric)
         compared = np.full(len(queries), len(self.vectors), np.int64)
         return Hits(ids=hits.ids, distances=hits.distances, stats={"compared": compared})
 
     def memory(self) -> Mapping[str, int]:
-        """The vectors."""
         return {"vectors": self.vectors.nbytes}
 
     def save(self, directory: Path) -> Sequence[str]:
-        """The vectors as safetensors."""
-        return [save_vectors(directory, self.vectors, self.metric)]
+        numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="files of indexes")
+        arrays = {"vectors": np.ascontiguousarray(self.vectors)}
+        write_atomic(directory / _FILE, numpy.save(arrays, {"metric": self.metric}))
+        return [_FILE]

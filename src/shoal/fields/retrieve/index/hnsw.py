@@ -47,7 +47,6 @@ class Hnsw:
         return _walked(index, metric, threads)
 
     def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
-        """Read the file of faiss."""
         return _walked(read_faiss(directory), metric, threads)
 
 

@@ -79,5 +79,4 @@ class IvfFlat:
         return visiting(index, metric, threads)
 
     def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
-        """Read the file of faiss."""
         return visiting(read_faiss(directory), metric, threads)

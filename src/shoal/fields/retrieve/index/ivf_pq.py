@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from annotated_types import Ge, Le
@@ -12,11 +11,10 @@ from shoal.core.parts import part
 from shoal.fields.retrieve.index.ivf_flat import IvfFlat, num_cells, visiting
 from shoal.fields.retrieve.index.protocols import (
     BuiltIndex,
-    IndexGrowth,
     Metric,
     VectorIndexError,
 )
-from shoal.fields.retrieve.index.with_faiss import faiss, metric_of, read_faiss
+from shoal.fields.retrieve.index.with_faiss import faiss, metric_of
 
 # Vectors that 256 codes are learned from.
 _LEAST = 256
@@ -25,7 +23,7 @@ _EACH = 4
 
 
 @part
-class IvfPq:
+class IvfPq(IvfFlat):
     """Cells of k-means with vectors as product codes of a byte for some numbers, by faiss.
 
     Source: Jégou, Douze and Schmid, Product Quantization for Nearest Neighbor Search, 2011.
@@ -35,14 +33,7 @@ class IvfPq:
         codes: bytes of a vector, which divide its numbers; 0 for a byte for four numbers.
     """
 
-    cells: Annotated[int, Ge(0), Le(1 << 20)] = 0
     codes: Annotated[int, Ge(0), Le(4096)] = 0
-
-    efforts: ClassVar = IvfFlat.efforts
-
-    def growth(self, small: int, large: int) -> IndexGrowth:
-        """As that of cells with whole vectors; the codes stay as long."""
-        return IvfFlat().growth(small, large)
 
     def build(self, vectors: np.ndarray, metric: Metric, *, seed: int, threads: int) -> BuiltIndex:
         """Learn cells and codes, then divide the vectors.
@@ -67,10 +58,6 @@ class IvfPq:
         index.train(vectors)
         index.add(vectors)
         return visiting(index, metric, threads)
-
-    def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
-        """Read the file of faiss."""
-        return visiting(read_faiss(directory), metric, threads)
 
 
 def _divides(codes: int, dim: int) -> bool:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
-from shoal.fields.kinds import KindHere, method_of
+from shoal.fields.kinds import KindHere
 from shoal.fields.retrieve.index.job import IndexJob, IndexPlan, IndexReport
-from shoal.ir import Flag, Machine, Quantity
-
-if TYPE_CHECKING:
-    from shoal.fields.running import RunOutcome, RunProgress
+from shoal.ir import Flag, Quantity
 
 
 @part
@@ -25,6 +21,8 @@ class IndexKind(KindHere):
     job_type: ClassVar = IndexJob
     plan_type: ClassVar = IndexPlan
     report_type: ClassVar = IndexReport
+    planner: ClassVar = "shoal.fields.retrieve.index.planning:plan_index"
+    executor: ClassVar = "shoal.fields.retrieve.index.execute:execute"
     subject: ClassVar = "data"
     example: ClassVar = {"data": "photos:2000", "queries": 100}
     flags: ClassVar = (
@@ -50,22 +48,6 @@ class IndexKind(KindHere):
         Quantity.of_bytes("memory_bytes", "memory"),
         Quantity.of_time("p95_s", "slowest of 20 queries", "ms"),
     )
-
-    def plan(self, job: IndexJob, machine: Machine) -> Sequence[IndexPlan]:
-        """Every index, tried on some of the vectors, the fastest at the wanted recall first."""
-        from shoal.fields.retrieve.index.planning import plan_index
-
-        return plan_index(job, machine)
-
-    def work(self, plan: IndexPlan) -> Callable[[RunProgress], RunOutcome]:
-        """Build and measure in this process."""
-        from shoal.fields.retrieve.index.execute import execute
-
-        return partial(execute, plan.job, method_of(plan))
-
-    def describe(self, plan: IndexPlan) -> str:
-        """The index with its options."""
-        return str(plan.job.method or "no method")
 
     def results(self, report: IndexReport, directory: Path) -> Sequence[Table | str]:
         """Recall and queries in a second by effort, and what lies where."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-
 import numpy as np
 
 from shoal.core.parts import Choice, table
+from shoal.fields.kinds import choices
+from shoal.fields.rates import timed_call
 from shoal.fields.retrieve.index.exact import exact_neighbours
 from shoal.fields.retrieve.index.inputs import IndexData, read, shape_of
 from shoal.fields.retrieve.index.job import IndexJob, IndexPlan
@@ -30,7 +29,9 @@ def plan_index(job: IndexJob, machine: Machine) -> list[IndexPlan]:
     """
     n, dim = shape_of(job)
     data = read(job)
-    plans = [_plan(job, machine, choice, n, dim, data) for choice in _methods(job)]
+    plans = [
+        _plan(job, machine, choice, n, dim, data) for choice in choices(job.method, "vector_index")
+    ]
     wanted = job.recall
 
     def rank(plan: IndexPlan) -> tuple[bool, bool, float]:
@@ -38,14 +39,6 @@ def plan_index(job: IndexJob, machine: Machine) -> list[IndexPlan]:
         return not plan.fits, said["recall"].value < wanted, said["query_s"].value
 
     return sorted(plans, key=rank)
-
-
-def _methods(job: IndexJob) -> Iterator[Choice]:
-    if job.method is not None:
-        yield job.method
-        return
-    for name in table("vector_index"):
-        yield Choice(name=name)
 
 
 def _plan(
@@ -59,14 +52,13 @@ def _plan(
     )
     queries = data.queries[: min(_QUERIES, len(data.queries))]
     truth = exact_neighbours(vectors, queries, job.k, job.metric)
-    begin = time.perf_counter()
-    built = method.build(vectors, job.metric, seed=job.seed, threads=job.threads)
-    build_s = time.perf_counter() - begin
+    build_s, built = timed_call(
+        lambda: method.build(vectors, job.metric, seed=job.seed, threads=job.threads)
+    )
     point = front(built, method.efforts, queries, truth, job.recall)[-1]
     more = method.growth(few, n)
     size = sum(built.memory().values()) * more.memory
     memory = size + 4.0 * dim * (n + len(data.queries)) + _RUNTIME
-    capacity = machine.device.main_memory.capacity_bytes
     spread = 0.25 if few == n else 0.6
     spelled = table("vector_index").spell(method)
     return IndexPlan(
@@ -80,7 +72,7 @@ def _plan(
             "memory_bytes": Interval.around(memory, 0.3),
         },
         planner="a trial of each index",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=f"{spelled}: {n:,} vectors of {dim} numbers",
         notes=(f"tried with {few:,} vectors and {len(queries)} queries on this machine",),
         n=n,

@@ -59,7 +59,6 @@ class FaissIndex:
     threads: int
 
     def search(self, queries: np.ndarray, k: int, effort: float) -> Hits:
-        """The nearest of each query."""
         faiss().omp_set_num_threads(self.threads)
         apart, ids = self.index.search(queries, k, params=self.options(effort))
         if self.metric != "l2":
@@ -72,6 +71,5 @@ class FaissIndex:
         return {"index": len(faiss().serialize_index(self.index))}
 
     def save(self, directory: Path) -> Sequence[str]:
-        """A file of faiss."""
         write_atomic(directory / "index.faiss", faiss().serialize_index(self.index).tobytes())
         return ["index.faiss"]

@@ -6,9 +6,9 @@ candidates by the action that a user would take.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shoal.core.parts import PartTable, load_object
+from shoal.core.parts import PartTable, lazy_names
 
 if TYPE_CHECKING:
     from shoal.fields.retrieve.recommend.events import drawn_streams, read_events
@@ -30,10 +30,6 @@ RECOMMENDERS = PartTable(
     protocol="shoal.fields.retrieve.recommend.protocols:Recommender",
 )
 
-_PLACES = {"HSTURanker": "ranker", "drawn_streams": "events", "read_events": "events"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return load_object(f"shoal.fields.retrieve.recommend.{_PLACES[name]}:{name}")
-    raise AttributeError(f"module 'shoal.fields.retrieve.recommend' has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__, HSTURanker="ranker", drawn_streams="events", read_events="events"
+)

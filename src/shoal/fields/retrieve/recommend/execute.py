@@ -8,6 +8,7 @@ import numpy as np
 
 from shoal.core.files import write_json
 from shoal.core.parts import Choice, table
+from shoal.fields.rates import timed_call
 from shoal.fields.retrieve.recommend.job import RecommendJob
 from shoal.fields.retrieve.recommend.planning import split_of, task_of
 from shoal.fields.retrieve.recommend.protocols import Recommender, measures
@@ -30,11 +31,11 @@ def execute(job: RecommendJob, choice: Choice, progress: RunProgress) -> RunOutc
     task = task_of(job, split)
     method: Recommender = table("recommender").build(choice, where="method")
     with torch_threads(job.threads):
-        begin = time.perf_counter()
-        trained = method.train(
-            task, split.train, lambda done, text: progress.tick(0.9 * done, text, {})
+        train_s, trained = timed_call(
+            lambda: method.train(
+                task, split.train, lambda done, text: progress.tick(0.9 * done, text, {})
+            )
         )
-        train_s = time.perf_counter() - begin
         progress.say(0.9, "judging")
         ranks = trained.ranks(split.test)[split.judged]
         seconds = []

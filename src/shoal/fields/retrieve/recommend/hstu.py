@@ -43,7 +43,6 @@ class HSTURecommender:
     def train(
         self, task: RecommendTask, events: UserEvents, tick: Callable[[float, str], None]
     ) -> TrainedRecommender:
-        """Learn the next item."""
         from shoal.fields.retrieve.recommend.networks import LearnedItems, learn, shape_of
         from shoal.model.hstu import HSTULayer
 

@@ -53,15 +53,10 @@ class RecommendKind(KindHere):
         return plan_recommend(job, machine)
 
     def work(self, plan: RecommendPlan) -> Callable[[RunProgress], RunOutcome]:
-        """Learn and judge in this process."""
         from shoal.fields.retrieve.recommend.execute import execute
 
         require_extra("torch", purpose="networks of events")
         return partial(execute, plan.job, method_of(plan))
-
-    def describe(self, plan: RecommendPlan) -> str:
-        """The recommender with its options."""
-        return str(plan.job.method or "no method")
 
     def results(self, report: RecommendReport, directory: Path) -> Sequence[Table | str]:
         """Where the recommender lies, and how many events were judged."""

@@ -207,7 +207,6 @@ class LearnedItems:
         return np.concatenate(result).astype(np.int64) if result else np.empty(0, np.int64)
 
     def scores(self, items: np.ndarray, times: np.ndarray) -> np.ndarray:
-        """See the protocol."""
         items, times = items[-self.task.length :], times[-self.task.length :]
         with torch.no_grad():
             out = self._out(items, times, np.array([len(items)]))[-1:]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from shoal.core.parts import Choice, table
+from shoal.fields.kinds import choices
 from shoal.fields.retrieve.recommend.events import EventSplit, is_drawn, read_events, split_events
 from shoal.fields.retrieve.recommend.job import RecommendJob, RecommendPlan
 from shoal.fields.retrieve.recommend.protocols import Recommender, RecommendTask
@@ -61,16 +60,10 @@ def plan_recommend(job: RecommendJob, machine: Machine) -> list[RecommendPlan]:
     """
     split = split_of(job)
     task = task_of(job, split)
-    ranked = [_plan(job, machine, task, split, choice) for choice in _methods(job)]
+    ranked = [
+        _plan(job, machine, task, split, choice) for choice in choices(job.method, "recommender")
+    ]
     return [plan for _, plan in sorted(ranked, key=lambda one: one[0])]
-
-
-def _methods(job: RecommendJob) -> Iterator[Choice]:
-    if job.method is not None:
-        yield job.method
-        return
-    for name in table("recommender"):
-        yield Choice(name=name)
 
 
 def _plan(
@@ -88,7 +81,6 @@ def _plan(
         * (task.blocks * (_KEPT * task.dim + 4 * task.heads * lengths.max()) + 3 * task.negatives)
     )
     memory = _RUNTIME + 16.0 * cost.parameters + kept + 48.0 * len(split.train.items)
-    capacity = machine.device.main_memory.capacity_bytes
     spelled = table("recommender").spell(method)
     train_s = cost.event_s * events * task.epochs
     plan = RecommendPlan(
@@ -99,7 +91,7 @@ def _plan(
             "memory_bytes": Interval.around(memory, 0.4),
         },
         planner="a few steps of each recommender",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=f"{spelled}: {cost.parameters:,} numbers learned from {events * task.epochs:,} events",
         notes=("steps timed on this machine",),
         users=len(split.train),

@@ -27,7 +27,6 @@ class PopularItems:
     def train(
         self, task: RecommendTask, events: UserEvents, tick: Callable[[float, str], None]
     ) -> PopularCounts:
-        """Count."""
         return PopularCounts(np.bincount(events.items, minlength=task.items))
 
 
@@ -47,10 +46,8 @@ class PopularCounts:
         return ranks
 
     def scores(self, items: np.ndarray, times: np.ndarray) -> np.ndarray:
-        """The counts."""
         return self.counts.astype(np.float32)
 
     def save(self, directory: Path) -> Sequence[str]:
-        """The counts as JSON."""
         write_json(directory / "popular.json", self.counts.tolist())
         return ["popular.json"]

@@ -33,7 +33,6 @@ class SASRec:
     def train(
         self, task: RecommendTask, events: UserEvents, tick: Callable[[float, str], None]
     ) -> TrainedRecommender:
-        """Learn the next item."""
         from shoal.fields.retrieve.recommend.networks import LearnedItems, learn, shape_of
         from shoal.model.hstu import TransformerLayer
 

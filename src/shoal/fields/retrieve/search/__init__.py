@@ -5,9 +5,9 @@ Start reading at ``protocols.py``, then ``served.py`` and ``api.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shoal.core.parts import PartTable, load_object
+from shoal.core.parts import PartTable, lazy_names
 
 if TYPE_CHECKING:
     from shoal.fields.retrieve.search.library import Library
@@ -42,10 +42,6 @@ EMBEDDERS = PartTable(
     protocol="shoal.fields.retrieve.search.protocols:TextEmbedder",
 )
 
-_PLACES = {"Library": "library", "SearchOptions": "server", "running_search": "server"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return load_object(f"shoal.fields.retrieve.search.{_PLACES[name]}:{name}")
-    raise AttributeError(f"module 'shoal.fields.retrieve.search' has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__, Library="library", SearchOptions="server", running_search="server"
+)

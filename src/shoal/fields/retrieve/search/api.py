@@ -57,6 +57,7 @@ from shoal.fields.retrieve.search.wire import (
     ScrollBody,
     SearchBody,
     UpsertBody,
+    asked,
     point_id,
     read,
     shown,
@@ -70,26 +71,27 @@ from shoal.serve.http.guard import AccessControl
 from shoal.serve.http.limits import HttpLimits
 
 _ONE = "/collections/{name}"
-ROUTES: tuple[tuple[str, str], ...] = (
-    ("GET", "/"),
-    ("GET", "/health"),
-    ("GET", "/metrics"),
-    ("GET", "/collections"),
-    ("PUT", _ONE),
-    ("GET", _ONE),
-    ("DELETE", _ONE),
-    ("GET", f"{_ONE}/exists"),
-    ("PUT", f"{_ONE}/points"),
-    ("POST", f"{_ONE}/points"),
-    ("POST", f"{_ONE}/points/delete"),
-    ("POST", f"{_ONE}/points/query"),
-    ("POST", f"{_ONE}/points/search"),
-    ("POST", f"{_ONE}/points/scroll"),
-    ("POST", f"{_ONE}/points/count"),
-    ("GET", f"{_ONE}/points/{{id}}"),
-    ("POST", f"{_ONE}/snapshots"),
-    ("GET", f"{_ONE}/snapshots"),
-)
+_HANDLERS = {
+    ("GET", "/"): "version",
+    ("GET", "/health"): "health",
+    ("GET", "/metrics"): "metrics_text",
+    ("GET", "/collections"): "collections",
+    ("PUT", _ONE): "create",
+    ("GET", _ONE): "describe",
+    ("DELETE", _ONE): "drop",
+    ("GET", f"{_ONE}/exists"): "exists",
+    ("PUT", f"{_ONE}/points"): "upsert",
+    ("POST", f"{_ONE}/points"): "retrieve",
+    ("POST", f"{_ONE}/points/delete"): "delete",
+    ("POST", f"{_ONE}/points/query"): "query",
+    ("POST", f"{_ONE}/points/search"): "search",
+    ("POST", f"{_ONE}/points/scroll"): "scroll",
+    ("POST", f"{_ONE}/points/count"): "count",
+    ("GET", f"{_ONE}/points/{{id}}"): "point",
+    ("POST", f"{_ONE}/snapshots"): "snapshot",
+    ("GET", f"{_ONE}/snapshots"): "snapshots",
+}
+ROUTES: tuple[tuple[str, str], ...] = tuple(_HANDLERS)
 """Every endpoint: method and path."""
 
 LIMITS = HttpLimits(
@@ -161,28 +163,8 @@ def create_search_app(
     app = FastAPI(
         title="Shoal search", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
-    handlers: dict[tuple[str, str], Handler] = {
-        ("GET", "/"): service.version,
-        ("GET", "/health"): service.health,
-        ("GET", "/metrics"): service.metrics_text,
-        ("GET", "/collections"): service.collections,
-        ("PUT", _ONE): service.create,
-        ("GET", _ONE): service.describe,
-        ("DELETE", _ONE): service.drop,
-        ("GET", f"{_ONE}/exists"): service.exists,
-        ("PUT", f"{_ONE}/points"): service.upsert,
-        ("POST", f"{_ONE}/points"): service.retrieve,
-        ("POST", f"{_ONE}/points/delete"): service.delete,
-        ("POST", f"{_ONE}/points/query"): service.query,
-        ("POST", f"{_ONE}/points/search"): service.search,
-        ("POST", f"{_ONE}/points/scroll"): service.scroll,
-        ("POST", f"{_ONE}/points/count"): service.count,
-        ("GET", f"{_ONE}/points/{{id}}"): service.point,
-        ("POST", f"{_ONE}/snapshots"): service.snapshot,
-        ("GET", f"{_ONE}/snapshots"): service.snapshots,
-    }
-    for method, path in ROUTES:
-        endpoint = service.endpoint(path, handlers[method, path])
+    for (method, path), name in _HANDLERS.items():
+        endpoint = service.endpoint(path, getattr(service, name))
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
 
     async def stop() -> None:
@@ -252,7 +234,7 @@ class _SearchService:
 
         return answer
 
-    async def _collection(self, request: Request) -> ServedCollection:
+    def _collection(self, request: Request) -> ServedCollection:
         return self._library.get(request.path_params["name"])
 
     async def _body(self, request: Request) -> dict[str, Any]:
@@ -261,7 +243,6 @@ class _SearchService:
     # The server
 
     async def version(self, _: Request, __: KeyRights) -> Response:
-        """Name and version."""
         return _json({"title": "shoal - search", "version": __version__})
 
     async def health(self, _: Request, __: KeyRights) -> Response:
@@ -269,18 +250,15 @@ class _SearchService:
         return _json({"status": "ok"})
 
     async def metrics_text(self, _: Request, rights: KeyRights) -> Response:
-        """Numbers for Prometheus."""
         _whole(rights)
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # Collections
 
     async def collections(self, _: Request, __: KeyRights) -> Any:
-        """Names."""
         return {"collections": [{"name": name} for name in self._library.names()]}
 
     async def create(self, request: Request, rights: KeyRights) -> Any:
-        """Make one."""
         _whole(rights)
         body = read(CreateCollection, await self._body(request))
         await asyncio.to_thread(
@@ -291,7 +269,7 @@ class _SearchService:
 
     async def describe(self, request: Request, rights: KeyRights) -> Any:
         """What it is, and how many points the tenant has."""
-        made = await self._collection(request)
+        made = self._collection(request)
         number = await asyncio.to_thread(made.count, _tenant(request, rights))
         distances = {metric: name for name, metric in METRICS.items()}
         vectors = {"size": made.points.dim, "distance": distances[made.points.metric]}
@@ -308,31 +286,27 @@ class _SearchService:
         }  # fmt: skip
 
     async def exists(self, request: Request, _: KeyRights) -> Any:
-        """Whether it is there."""
         return {"exists": request.path_params["name"] in self._library.names()}
 
     async def drop(self, request: Request, rights: KeyRights) -> Any:
-        """Remove it."""
         _whole(rights)
         return await asyncio.to_thread(self._library.drop, request.path_params["name"])
 
     async def snapshot(self, request: Request, rights: KeyRights) -> Any:
-        """Write everything anew."""
         _whole(rights)
-        made = await self._collection(request)
+        made = self._collection(request)
         await asyncio.to_thread(made.snapshot)
         return (await asyncio.to_thread(_snapshots, made))[0]
 
     async def snapshots(self, request: Request, rights: KeyRights) -> Any:
-        """The last one."""
         _whole(rights)
-        return await asyncio.to_thread(_snapshots, await self._collection(request))
+        return await asyncio.to_thread(_snapshots, self._collection(request))
 
     # Points
 
     async def upsert(self, request: Request, rights: KeyRights) -> Any:
         """Add or replace; on the disk when it is answered."""
-        made, tenant = await self._collection(request), _tenant(request, rights, write=True)
+        made, tenant = self._collection(request), _tenant(request, rights, write=True)
         raw = await self._body(request)
 
         def change() -> None:
@@ -343,7 +317,7 @@ class _SearchService:
 
     async def delete(self, request: Request, rights: KeyRights) -> Any:
         """Remove; gone from the disk when it is answered."""
-        made, tenant = await self._collection(request), _tenant(request, rights, write=True)
+        made, tenant = self._collection(request), _tenant(request, rights, write=True)
         body = read(DeleteBody, await self._body(request))
         if body.filter is not None:
             await asyncio.to_thread(made.delete_where, body.filter, tenant)
@@ -352,15 +326,13 @@ class _SearchService:
         return {"operation_id": 0, "status": "completed"}
 
     async def retrieve(self, request: Request, rights: KeyRights) -> Any:
-        """By ids."""
-        made, tenant = await self._collection(request), _tenant(request, rights)
+        made, tenant = self._collection(request), _tenant(request, rights)
         body = read(RetrieveBody, await self._body(request))
         found = await asyncio.to_thread(made.get, body.ids, tenant, vectors=body.with_vector)
         return [shown(one, body.with_payload) for one in found]
 
     async def point(self, request: Request, rights: KeyRights) -> Any:
-        """One of them, with its vector."""
-        made, tenant = await self._collection(request), _tenant(request, rights)
+        made, tenant = self._collection(request), _tenant(request, rights)
         name = point_id(request.path_params["id"])
         found = await asyncio.to_thread(made.get, [name], tenant, vectors=True)
         if not found:
@@ -368,11 +340,8 @@ class _SearchService:
         return shown(found[0], True)
 
     async def scroll(self, request: Request, rights: KeyRights) -> Any:
-        """Page by page."""
-        made, tenant = await self._collection(request), _tenant(request, rights)
-        return await self._scrolled(made, tenant, read(ScrollBody, await self._body(request)))
-
-    async def _scrolled(self, made: ServedCollection, tenant: str, body: ScrollBody) -> Any:
+        made, tenant = self._collection(request), _tenant(request, rights)
+        body = read(ScrollBody, await self._body(request))
         found, following = await asyncio.to_thread(
             made.scroll, tenant, body.limit, where=body.filter, offset=body.offset,
             vectors=body.with_vector,
@@ -381,20 +350,17 @@ class _SearchService:
         return {"points": points, "next_page_offset": following}
 
     async def count(self, request: Request, rights: KeyRights) -> Any:
-        """How many."""
-        made, tenant = await self._collection(request), _tenant(request, rights)
+        made, tenant = self._collection(request), _tenant(request, rights)
         body = read(CountBody, await self._body(request))
         return {"count": await asyncio.to_thread(made.count, tenant, body.filter)}
 
     async def query(self, request: Request, rights: KeyRights) -> Any:
-        """The best."""
-        made, tenant = await self._collection(request), _tenant(request, rights)
+        made, tenant = self._collection(request), _tenant(request, rights)
         body = read(QueryBody, await self._body(request))
         return {"points": await asyncio.to_thread(_answered, made, tenant, body)}
 
     async def search(self, request: Request, rights: KeyRights) -> Any:
-        """The nearest."""
-        made, tenant = await self._collection(request), _tenant(request, rights)
+        made, tenant = self._collection(request), _tenant(request, rights)
         body = read(SearchBody, await self._body(request)).query()
         return await asyncio.to_thread(_answered, made, tenant, body)
 
@@ -407,13 +373,15 @@ def _answered(made: ServedCollection, tenant: str, body: QueryBody) -> list[dict
     else:
         if isinstance(body.query, RankedBy):
             rankings = [
-                _method(one.using).rank(made, one.asked(tenant, body.filter), one.limit)
+                _method(one.using).rank(
+                    made, asked(one.query, one.params, tenant, one.filter, body.filter), one.limit
+                )
                 for one in body.prefetch
             ]
             hits: list[ScoredPoint] = fused(rankings, most, body.query.smoothing)
         else:
-            method = _method(body.using)
-            hits = method.rank(made, body.ranking.asked(tenant), most)
+            query = asked(body.query, body.params, tenant, body.filter)
+            hits = _method(body.using).rank(made, query, most)
         found = made.results(hits, tenant, vectors=body.with_vector)
     return [shown(one, body.with_payload) for one in found[body.offset :] if _good(made, one, body)]
 

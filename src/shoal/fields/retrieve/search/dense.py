@@ -17,7 +17,6 @@ class DenseVectors:
     """Nearest vectors: of a query's vector, or of its text when there is an embedder."""
 
     def rank(self, points: Searchable, query: SearchQuery, k: int) -> list[ScoredPoint]:
-        """By vectors."""
         return points.nearest(query, k)
 
     def query_s(self, rates: SearchRates, work: SearchWork) -> float:

@@ -67,5 +67,4 @@ class EmbeddingsApi:
         return [one["embedding"] for one in data]
 
     def dim_of(self, job_dim: int) -> int:
-        """As many as the option says."""
         return self.dim

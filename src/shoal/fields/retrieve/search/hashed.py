@@ -45,7 +45,6 @@ class HashedWords:
         return vectors
 
     def dim_of(self, job_dim: int) -> int:
-        """As many as the option says."""
         return self.dim
 
 

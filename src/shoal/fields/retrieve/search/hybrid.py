@@ -52,7 +52,6 @@ class Hybrid:
     depth: Annotated[int, Ge(1), Le(10_000)] = 100
 
     def rank(self, points: Searchable, query: SearchQuery, k: int) -> list[ScoredPoint]:
-        """By both."""
         depth = max(k, self.depth)
         both = [points.nearest(query, depth), points.matching(query, depth)]
         return fused(both, k, self.smoothing)

@@ -10,7 +10,7 @@ from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.kinds import KindHere, method_of
 from shoal.fields.retrieve.search.job import SearchJob, SearchPlan, SearchReport
-from shoal.ir import Flag, Machine, Quantity, Watch
+from shoal.ir import Flag, Quantity, Watch
 
 if TYPE_CHECKING:
     from shoal.fields.running import RunOutcome, RunProgress
@@ -24,6 +24,7 @@ class SearchKind(KindHere):
     job_type: ClassVar = SearchJob
     plan_type: ClassVar = SearchPlan
     report_type: ClassVar = SearchReport
+    planner: ClassVar = "shoal.fields.retrieve.search.planning:plan_search"
     subject: ClassVar = "data"
     example: ClassVar = {"data": "collections", "points": 2000, "dim": 32}
     flags: ClassVar = (
@@ -44,12 +45,6 @@ class SearchKind(KindHere):
         Quantity(name="upserts_per_s", label="points added per second", better="higher"),
         Quantity.of_bytes("memory_bytes", "memory"),
     )
-
-    def plan(self, job: SearchJob, machine: Machine) -> Sequence[SearchPlan]:
-        """Every way to answer, the one with the highest rate first."""
-        from shoal.fields.retrieve.search.planning import plan_search
-
-        return plan_search(job, machine)
 
     def work(self, plan: SearchPlan) -> Callable[[RunProgress], RunOutcome]:
         """Serve, or load and measure, in this process."""
@@ -77,12 +72,7 @@ class SearchKind(KindHere):
                 (directory / "report.json").unlink(missing_ok=True)
         return super().run(plan, directory, resume=resume, watch=watch, anyway=anyway)
 
-    def describe(self, plan: SearchPlan) -> str:
-        """How queries are answered."""
-        return str(plan.job.method or "no method")
-
     def results(self, report: SearchReport, directory: Path) -> Sequence[Table | str]:
-        """What was asked."""
         details = report.details
         lines = [f"queries: {details.get('queries', 0):,}"]
         if "server_p50_s" in details:

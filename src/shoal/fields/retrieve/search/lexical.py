@@ -16,7 +16,6 @@ class Lexical:
     """
 
     def rank(self, points: Searchable, query: SearchQuery, k: int) -> list[ScoredPoint]:
-        """By words."""
         return points.matching(query, k)
 
     def query_s(self, rates: SearchRates, work: SearchWork) -> float:

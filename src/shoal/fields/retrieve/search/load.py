@@ -19,18 +19,18 @@ from shoal.core.errors import ConfigError
 from shoal.core.random import generator
 from shoal.fields.retrieve.search.protocols import SearchError
 
-_BATCH, _TIMEOUT_S = 100, 120.0
+# Points of a request; seconds of a request, and of a load.
+_BATCH, _TIMEOUT_S, _LOAD_S = 100, 120.0, 3600.0
 # Queries before those that are timed, of each client.
 _WARM = 10
 
 
-def run_load(description: Mapping[str, Any], timeout_s: float = 3600.0) -> dict[str, Any]:
+def run_load(description: Mapping[str, Any]) -> dict[str, Any]:
     """Load a server from another process, so that both have a core.
 
     Args:
         description: ``url``; ``documents``, each (text, query); ``dim``; ``method``, ``k``,
             ``queries``, ``clients``, ``seed``.
-        timeout_s: seconds that all of it may take.
 
     Returns:
         ``query_s``, seconds of each query; ``queries_s``, of all; ``upserts_s``.
@@ -44,7 +44,7 @@ def run_load(description: Mapping[str, Any], timeout_s: float = 3600.0) -> dict[
         env=children.environment({"OMP_NUM_THREADS": "1"}),
     )  # fmt: skip
     try:
-        out, errors = process.communicate(json.dumps(description), timeout=timeout_s)
+        out, errors = process.communicate(json.dumps(description), timeout=_LOAD_S)
     finally:
         process.kill()
         process.wait(timeout=_TIMEOUT_S)

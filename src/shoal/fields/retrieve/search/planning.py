@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from shoal.core.parts import Choice, table
+from shoal.fields.kinds import choices
 from shoal.fields.retrieve.grank.documents import read_documents
 from shoal.fields.retrieve.grank.text import terms
 from shoal.fields.retrieve.search.job import SearchJob, SearchPlan
@@ -45,16 +46,10 @@ def plan_search(job: SearchJob, machine: Machine) -> list[SearchPlan]:
     count = len(documents) if job.documents else job.points
     words, postings = _looked_at(documents) if documents else (_WORDS, _SHARE * count)
     work = SearchWork(points=count, dim=dim, k=job.k, postings=postings)
-    plans = [_plan(job, machine, choice, work, words) for choice in _choices(job)]
+    plans = [
+        _plan(job, machine, choice, work, words) for choice in choices(job.method, "search_method")
+    ]
     return sorted(plans, key=lambda one: -one.predicted["queries_per_s"].value)
-
-
-def _choices(job: SearchJob) -> Iterator[Choice]:
-    if job.method is not None:
-        yield job.method
-        return
-    for name in table("search_method"):
-        yield Choice(name=name)
 
 
 def _looked_at(documents: Sequence[tuple[str, str]]) -> tuple[float, float]:
@@ -82,7 +77,6 @@ def _plan(
     rate = min(job.clients / alone_s, 1 / (rates.server_s + own_s))
     point_bytes = 4.0 * work.dim + rates.point_bytes + words * (rates.word_bytes + 6)
     memory = _RUNTIME + work.points * point_bytes
-    capacity = machine.device.main_memory.capacity_bytes
     upsert_s = rates.point_s + words * rates.word_s
     p50 = job.clients / rate
     return SearchPlan(
@@ -96,7 +90,7 @@ def _plan(
             "memory_bytes": Interval.around(memory, 0.3),
         },
         planner="rates of this machine",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=(
             f"{choice.name}: {work.points:,} points of {work.dim} numbers; the request takes "
             f"{rates.server_s * 1e3:.1f} ms of the server, the search {own_s * 1e3:.1f} ms"

@@ -164,8 +164,7 @@ class ServedCollection:
         vectors = {at: row for (at, _), row in zip(texts, made, strict=True)}
         for at, one in enumerate(unique):
             try:
-                row = vectors.get(at, one.vector)
-                vectors[at] = self._checked(row)
+                vectors[at] = self._checked(vectors.get(at, one.vector))
             except ValueError as cause:
                 raise SearchError(f"point {one.id}: {cause}") from cause
         with self._writing:
@@ -319,14 +318,11 @@ class ServedCollection:
     # Searchable
 
     def nearest(self, query: SearchQuery, k: int) -> list[ScoredPoint]:
-        """See :class:`~shoal.fields.retrieve.search.protocols.Searchable`."""
-        if query.vector is None and query.text is None:
-            raise SearchError("query: expected a vector, or a text")
-        row = (
-            self._embedded([query.text], query=True)[0]  # type: ignore[list-item]  # one of them is there
-            if query.vector is None
-            else query.vector
-        )
+        row = query.vector
+        if row is None:
+            if query.text is None:
+                raise SearchError("query: expected a vector, or a text")
+            row = self._embedded([query.text], query=True)[0]
         vector = self._checked(row)
         number = self.count(query.tenant)
         if not number:
@@ -338,7 +334,6 @@ class ServedCollection:
         )
 
     def matching(self, query: SearchQuery, k: int) -> list[ScoredPoint]:
-        """See :class:`~shoal.fields.retrieve.search.protocols.Searchable`."""
         if query.text is None:
             raise SearchError("query: expected a text, in which words are looked for")
         with self._lock:

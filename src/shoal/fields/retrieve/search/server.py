@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from shoal.fields.retrieve.search.api import LIMITS, SearchMetrics, create_searc
 from shoal.fields.retrieve.search.keys import KeyRing
 from shoal.fields.retrieve.search.library import Library
 from shoal.fields.retrieve.search.protocols import TextEmbedder
-from shoal.serve.http.app_server import AppMaker, AppOptions, running_app, serve_app
+from shoal.serve.http.app_server import AppOptions, running_app, serve_app
 from shoal.serve.http.draining import DrainState
 from shoal.serve.http.limits import HttpLimits
 
@@ -58,15 +58,12 @@ class SearchOptions:
             hosts=self.hosts, limits=self.limits, grace_s=self.grace_s,
         )  # fmt: skip
 
-    def _maker(self) -> AppMaker:
-        def make(access: AccessControl, drain: DrainState) -> FastAPI:
-            library = Library(self.directory, self.embedder)
-            return create_search_app(
-                library, keys=self.keys, access=access, limits=self.limits, drain=drain,
-                metrics=self.metrics,
-            )  # fmt: skip
-
-        return make
+    def app(self, access: AccessControl, drain: DrainState) -> FastAPI:
+        """The application, behind a guard."""
+        return create_search_app(
+            Library(self.directory, self.embedder), keys=self.keys, access=access,
+            limits=self.limits, drain=drain, metrics=self.metrics,
+        )  # fmt: skip
 
 
 def serve_search(
@@ -77,15 +74,13 @@ def serve_search(
     Raises:
         ShoalError: the address is taken or not allowed, or a collection cannot be opened.
     """
-    return serve_app(options._maker(), options.server(), ready=ready)
+    return serve_app(options.app, options.server(), ready=ready)
 
 
-@contextlib.contextmanager
-def running_search(options: SearchOptions) -> Iterator[str]:
+def running_search(options: SearchOptions) -> AbstractContextManager[str]:
     """A server in a thread of this process, for as long as the block takes; its address.
 
     Raises:
         ShoalError: it does not start.
     """
-    with running_app(options._maker(), options.server()) as url:
-        yield url
+    return running_app(options.app, options.server())

@@ -251,30 +251,11 @@ class Prefetch(_Body):
     limit: Limit = 100
     params: SearchParams = SearchParams()
 
-    def asked(self, tenant: str, more: PointFilter | None = None) -> SearchQuery:
-        """The same for a collection; ``more`` has to hold too."""
-        both = [one for one in (self.filter, more) if one is not None]
-        where = PointFilter(must=tuple(both)) if len(both) > 1 else next(iter(both), None)
-        vector: Vector | None = None
-        text: str | None = None
-        if isinstance(self.query, HybridInput):
-            vector, text = self.query.nearest, self.query.text
-        elif isinstance(self.query, TextInput):
-            text = self.query.text
-        else:
-            vector = self.query
-        return SearchQuery(
-            vector=vector, text=text, where=where, tenant=tenant, exact=self.params.exact
-        )
 
-
-class QueryBody(_Shown):
-    """``POST /collections/{name}/points/query``.
+class _Ranked(_Shown):
+    """Which of the best points an answer has.
 
     Args:
-        query: a vector, a text, both, or how rankings are fused; nothing to scroll.
-        prefetch: rankings that are fused.
-        using: the search method.
         filter: which points; holds in every ranking.
         limit: most points.
         offset: so many of the best are left out.
@@ -282,15 +263,26 @@ class QueryBody(_Shown):
         params: how it is done.
     """
 
-    query: RankedBy | Query | None = None
-    prefetch: Annotated[list[Prefetch], Field(max_length=16)] = []
-    using: str = "dense"
     filter: PointFilter | None = None
     limit: Limit = 10
     offset: Annotated[int, Ge(0), Le(POINTS)] = 0
     with_payload: bool | list[str] = False
     score_threshold: float | None = None
     params: SearchParams = SearchParams()
+
+
+class QueryBody(_Ranked):
+    """``POST /collections/{name}/points/query``.
+
+    Args:
+        query: a vector, a text, both, or how rankings are fused; nothing to scroll.
+        prefetch: rankings that are fused.
+        using: the search method.
+    """
+
+    query: RankedBy | Query | None = None
+    prefetch: Annotated[list[Prefetch], Field(max_length=16)] = []
+    using: str = "dense"
 
     @model_validator(mode="before")
     @classmethod
@@ -305,36 +297,15 @@ class QueryBody(_Shown):
             raise ValueError("prefetch and query.fusion: expected both, or neither")
         return self
 
-    @property
-    def ranking(self) -> Prefetch:
-        """Itself as the only ranking."""
-        assert self.query is not None
-        assert not isinstance(self.query, RankedBy)
-        return Prefetch(
-            query=self.query, using=self.using, filter=self.filter, limit=self.limit,
-            params=self.params,
-        )  # fmt: skip
 
-
-class SearchBody(_Shown):
+class SearchBody(_Ranked):
     """``POST /collections/{name}/points/search``, the older form of a query by a vector.
 
     Args:
         vector: of the query.
-        filter: which points.
-        limit: most points.
-        offset: so many of the best are left out.
-        score_threshold: points with worse scores are left out.
-        params: how it is done.
     """
 
     vector: Vector
-    filter: PointFilter | None = None
-    limit: Limit = 10
-    offset: Annotated[int, Ge(0), Le(POINTS)] = 0
-    with_payload: bool | list[str] = False
-    score_threshold: float | None = None
-    params: SearchParams = SearchParams()
 
     def query(self) -> QueryBody:
         """The same in the newer form."""
@@ -352,6 +323,17 @@ def read(cls: type[_V], raw: Mapping[str, Any]) -> _V:
         return parse(cls, raw, where="body")
     except ConfigError as cause:
         raise SearchError(str(cause)) from None
+
+
+def asked(
+    query: Query, params: SearchParams, tenant: str, *filters: PointFilter | None
+) -> SearchQuery:
+    """A query for a collection; all filters that there are have to hold."""
+    given = tuple(one for one in filters if one is not None)
+    where = PointFilter(must=given) if len(given) > 1 else next(iter(given), None)
+    text = None if isinstance(query, list) else query.text
+    vector = query if isinstance(query, list) else getattr(query, "nearest", None)
+    return SearchQuery(vector=vector, text=text, where=where, tenant=tenant, exact=params.exact)
 
 
 def point_id(text: str) -> PointId:

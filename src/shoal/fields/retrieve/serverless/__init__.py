@@ -6,9 +6,9 @@ Start reading at ``protocols.py``, then ``functions.py`` and ``gateway.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shoal.core.parts import PartTable, load_object
+from shoal.core.parts import PartTable, lazy_names
 
 if TYPE_CHECKING:
     from shoal.fields.retrieve.serverless.gateway import FunctionGateway
@@ -31,10 +31,4 @@ FUNCTION_BACKENDS = PartTable(
     protocol="shoal.fields.retrieve.serverless.protocols:FunctionBackend",
 )
 
-_PLACES = {"FunctionSearch": "search", "FunctionGateway": "gateway"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return load_object(f"shoal.fields.retrieve.serverless.{_PLACES[name]}:{name}")
-    raise AttributeError(f"module 'shoal.fields.retrieve.serverless' has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, FunctionSearch="search", FunctionGateway="gateway")

@@ -162,7 +162,6 @@ class IndexFunctions:
         )
 
     def close(self) -> None:
-        """Forget the index."""
         self._kept.clear()
 
     def _index(self, name: str) -> OSQIndex:

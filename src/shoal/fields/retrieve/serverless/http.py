@@ -98,13 +98,13 @@ def _handler(answer: Answer, token: str) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def post(address: str, token: str, name: str, payload: str, limit_s: float = LIMIT_S) -> str:
+def post(address: str, token: str, name: str, payload: str) -> str:
     """Call a function of a :class:`FunctionServer`; its answer.
 
     Raises:
         FunctionError: it failed, or cannot be reached.
     """
-    connection = http.client.HTTPConnection(address, timeout=limit_s)
+    connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
     try:
         headers = {_HEADER: token, "Content-Type": "application/json"}
         connection.request("POST", f"/{name}", payload.encode(), headers)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shoal.core.parts import part
-from shoal.core.pool import Actor, Pool
+from shoal.core.pool import Actor
 from shoal.core.pool.local import LocalPool
 from shoal.fields.retrieve.serverless.http import FunctionServer, post
-from shoal.fields.retrieve.serverless.processes import RemoteFunctions
+from shoal.fields.retrieve.serverless.processes import PooledContainer, PooledHost, RemoteFunctions
 from shoal.fields.retrieve.serverless.protocols import (
     LIMIT_S,
     ContainerSetup,
@@ -19,25 +21,15 @@ from shoal.fields.retrieve.serverless.protocols import (
 class HttpWorkers:
     """Functions behind HTTP servers, one for each container, on this machine."""
 
-    def open(self) -> _Host:
-        """Get ready to start workers."""
-        return _Host(LocalPool(workers=1).open())
+    call_s: ClassVar = 3e-3  # two requests of HTTP
+    cold_s: ClassVar = 0.65  # an interpreter with numpy, and its server
+    memory_bytes: ClassVar = 6e7
 
-    def call_s(self) -> float:
-        """Two requests of HTTP."""
-        return 3e-3
+    def open(self) -> _Host:
+        return _Host(LocalPool(workers=1).open(), "127.0.0.1")
 
     def cores(self, available: int) -> int:
-        """All of them."""
         return available
-
-    def cold_s(self) -> float:
-        """An interpreter with numpy, and its server."""
-        return 0.65
-
-    def memory_bytes(self) -> float:
-        """Of the interpreter."""
-        return 6e7
 
 
 class HttpFunctions:
@@ -56,26 +48,16 @@ class HttpFunctions:
         return self._server.address
 
 
-class _Host:
-    address = "127.0.0.1"
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
+class _Host(PooledHost):
     def start(self, setup: ContainerSetup, invoker: Invoker) -> FunctionContainer:
         actor = self._pool.actor(HttpFunctions, tuple(setup))
         return _Worker(actor, actor.call("address").result(LIMIT_S), setup.token)
 
-    def close(self) -> None:
-        self._pool.close(now=True)
 
-
-class _Worker:
+class _Worker(PooledContainer):
     def __init__(self, actor: Actor, address: str, token: str) -> None:
-        self._actor, self._address, self._token = actor, address, token
+        super().__init__(actor)
+        self._address, self._token = address, token
 
     def call(self, name: str, payload: str) -> str:
         return post(self._address, self._token, name, payload)
-
-    def close(self) -> None:
-        self._actor.close()

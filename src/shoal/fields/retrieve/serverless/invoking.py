@@ -34,7 +34,6 @@ class ThreadInvoker(ABC):
         """Call a function and wait."""
 
     def start(self, name: str, payload: Mapping[str, Any]) -> Future[FunctionReply]:
-        """Begin a call."""
         if self._latency_s:
             time.sleep(self._latency_s)
         future: Future[FunctionReply] = Future()
@@ -49,7 +48,6 @@ class ThreadInvoker(ABC):
         return future
 
     def invoke(self, name: str, payload: Mapping[str, Any]) -> FunctionReply:
-        """Call and wait."""
         return self.start(name, payload).result(LIMIT_S)
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
-from shoal.fields.kinds import KindHere, method_of
+from shoal.fields.kinds import KindHere
 from shoal.fields.retrieve.serverless.job import (
     SearchFunctionsJob,
     SearchFunctionsPlan,
     SearchFunctionsReport,
 )
-from shoal.ir import Flag, Machine, Quantity
-
-if TYPE_CHECKING:
-    from shoal.fields.running import RunOutcome, RunProgress
+from shoal.ir import Flag, Quantity
 
 
 @part
@@ -29,6 +25,9 @@ class SearchFunctionsKind(KindHere):
     job_type: ClassVar = SearchFunctionsJob
     plan_type: ClassVar = SearchFunctionsPlan
     report_type: ClassVar = SearchFunctionsReport
+    planner: ClassVar = "shoal.fields.retrieve.serverless.planning:plan_functions"
+    executor: ClassVar = "shoal.fields.retrieve.serverless.execute:execute"
+    chooses: ClassVar = "backend"
     subject: ClassVar = "data"
     example: ClassVar = {"data": "photos:2000", "queries": 20, "parts": 2, "tree": "2x1"}
     flags: ClassVar = (
@@ -52,24 +51,10 @@ class SearchFunctionsKind(KindHere):
         Quantity.of_bytes("memory_bytes", "memory"),
     )
 
-    def plan(self, job: SearchFunctionsJob, machine: Machine) -> Sequence[SearchFunctionsPlan]:
-        """Every back-end, the fastest batch first."""
-        from shoal.fields.retrieve.serverless.planning import plan_functions
-
-        return plan_functions(job, machine)
-
-    def work(self, plan: SearchFunctionsPlan) -> Callable[[RunProgress], RunOutcome]:
-        """Build the index, start functions on this machine, and search."""
-        from shoal.fields.retrieve.serverless.execute import execute
-
-        return partial(execute, plan.job, method_of(plan, "backend"))
-
     def describe(self, plan: SearchFunctionsPlan) -> str:
-        """The back-end and the tree."""
         return f"{plan.job.backend}, tree {plan.job.tree}"
 
     def results(self, report: SearchFunctionsReport, directory: Path) -> Sequence[Table | str]:
-        """What each batch took and cost."""
         table = Table(
             title=f"batches of {report.plan.job.queries} queries",
             columns=("batch", "seconds", "calls", "cold", "index read", "USD per 1,000"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shoal.core.parts import part
 from shoal.core.pool.ray import RayPool
 from shoal.fields.retrieve.serverless.processes import PooledHost
@@ -18,6 +20,10 @@ class RayFunctions:
 
     address: str = ""
 
+    call_s: ClassVar = 4e-3  # the cluster's own call, and HTTP for calls of functions by functions
+    cold_s: ClassVar = 1.5  # a worker of the cluster
+    memory_bytes: ClassVar = 1.2e8
+
     def open(self) -> PooledHost:
         """Join or start the cluster.
 
@@ -29,18 +35,5 @@ class RayFunctions:
         pool = RayPool(address=self.address, cpus_per_actor=0.0).open()
         return PooledHost(pool, pool.address)
 
-    def call_s(self) -> float:
-        """The cluster's own call, and HTTP for calls of functions by functions."""
-        return 4e-3
-
     def cores(self, available: int) -> int:
-        """All of them."""
         return available
-
-    def cold_s(self) -> float:
-        """A worker of the cluster."""
-        return 1.5
-
-    def memory_bytes(self) -> float:
-        """Of the worker."""
-        return 1.2e8

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from shoal.core.parts import Choice, table
+from shoal.fields.kinds import choices
 from shoal.fields.rates import least_seconds
 from shoal.fields.retrieve.index.exact import recall
 from shoal.fields.retrieve.serverless.job import SearchFunctionsJob, SearchFunctionsPlan
@@ -42,7 +41,7 @@ def plan_functions(job: SearchFunctionsJob, machine: Machine) -> list[SearchFunc
     size = sum(index.memory().values()) * n / len(data.vectors)
     plans = [
         _plan(job, machine, choice, (n, dim, nodes, calls, search_s, share, size), tree)
-        for choice in _backends(job)
+        for choice in choices(job.backend, "function_backend")
     ]
     return sorted(plans, key=lambda plan: (not plan.fits, plan.predicted["batch_s"].value))
 
@@ -69,14 +68,6 @@ def expected_calls(tree: TreeShape, queries: int, parts: int, visited: float) ->
     return nodes, nodes + float(visits.sum())
 
 
-def _backends(job: SearchFunctionsJob) -> Iterator[Choice]:
-    if job.backend is not None:
-        yield job.backend
-        return
-    for name in table("function_backend"):
-        yield Choice(name=name)
-
-
 def _plan(
     job: SearchFunctionsJob,
     machine: Machine,
@@ -86,17 +77,16 @@ def _plan(
 ) -> SearchFunctionsPlan:
     n, dim, nodes, calls, search_s, share, size = known
     backend: FunctionBackend = table("function_backend").build(choice, where="backend")
-    cores = max(machine.device.num_cores or 1, 1)
+    cores = machine.device.num_cores or 1
     # Dispatches of a node follow each other, and levels too; the work shares the cores.
     waits = (tree.depth * tree.fanout + min(job.parts, calls)) * job.latency_s
-    work = calls * backend.call_s() / backend.cores(cores) + search_s / cores
-    batch_s = waits + work + tree.depth * backend.call_s()
+    work = calls * backend.call_s / backend.cores(cores) + search_s / cores
+    batch_s = waits + work + tree.depth * backend.call_s
     containers = nodes + min(_COLD * (calls - nodes), job.parts * job.copies)
-    cold_s = batch_s + containers * backend.cold_s() / cores
+    cold_s = batch_s + containers * backend.cold_s / cores
     gb_s = batch_s * (nodes * _ALLOCATOR + (calls - nodes) * _PROCESSOR) * job.memory_gb
     usd = job.prices.usd(calls, gb_s) / job.queries * 1000
-    memory = containers * backend.memory_bytes() + size + _RUNTIME
-    capacity = machine.device.main_memory.capacity_bytes
+    memory = containers * backend.memory_bytes + size + _RUNTIME
     spelled = table("function_backend").spell(backend)
     return SearchFunctionsPlan(
         job=job.model_copy(update={"backend": spelled}),
@@ -111,7 +101,7 @@ def _plan(
             "memory_bytes": Interval.around(size + _RUNTIME, 0.5),
         },
         planner="a trial of the index, and seconds of calls",
-        fits=not capacity or memory <= capacity,
+        fits=memory <= machine.device.main_memory.capacity_bytes,
         why=f"{spelled}: {nodes} allocators, {calls:.0f} calls of a batch of {job.queries} queries",
         notes=(
             f"tried with {min(n, _VECTORS):,} vectors on this machine",

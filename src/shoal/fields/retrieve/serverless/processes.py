@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shoal.core.errors import RankError
 from shoal.core.parts import part
 from shoal.core.pool import Actor, Pool
@@ -21,25 +23,15 @@ from shoal.fields.retrieve.serverless.protocols import (
 class FunctionProcesses:
     """Functions in processes of this machine."""
 
+    call_s: ClassVar = 2e-3  # a pipe, a thread, and HTTP for calls of functions by functions
+    cold_s: ClassVar = 0.6  # an interpreter with numpy
+    memory_bytes: ClassVar = 6e7
+
     def open(self) -> PooledHost:
-        """Get ready to start processes."""
         return PooledHost(LocalPool(workers=1).open(), "127.0.0.1")
 
-    def call_s(self) -> float:
-        """A pipe, a thread, and HTTP for calls of functions by functions."""
-        return 2e-3
-
     def cores(self, available: int) -> int:
-        """All of them."""
         return available
-
-    def cold_s(self) -> float:
-        """An interpreter with numpy."""
-        return 0.6
-
-    def memory_bytes(self) -> float:
-        """Of the interpreter."""
-        return 6e7
 
 
 class RemoteFunctions(IndexFunctions):
@@ -66,7 +58,6 @@ class PooledHost:
         self._pool, self.address = pool, address
 
     def start(self, setup: ContainerSetup, invoker: Invoker) -> FunctionContainer:
-        """Start an actor."""
         return PooledContainer(self._pool.actor(RemoteFunctions, tuple(setup)))
 
     def close(self) -> None:
@@ -95,5 +86,4 @@ class PooledContainer:
         return answer
 
     def close(self) -> None:
-        """End the actor."""
         self._actor.close()

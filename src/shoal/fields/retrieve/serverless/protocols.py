@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Annotated, Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 from annotated_types import Ge, Le
 from pydantic import ValidationError, model_validator
@@ -82,12 +81,7 @@ class FunctionRuntime(Invoker, Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class FunctionContainer(Protocol):
@@ -144,7 +138,17 @@ class ContainerHost(Protocol):
 
 @runtime_checkable
 class FunctionBackend(Protocol):
-    """Where containers run: a part of kind ``function_backend``."""
+    """Where containers run: a part of kind ``function_backend``.
+
+    Attributes:
+        call_s: seconds that a call takes beside its function, of a core.
+        cold_s: seconds that a container takes to start, of a core.
+        memory_bytes: of a container, beside the index.
+    """
+
+    call_s: ClassVar[float]
+    cold_s: ClassVar[float]
+    memory_bytes: ClassVar[float]
 
     def open(self) -> ContainerHost:
         """Get ready.
@@ -153,17 +157,8 @@ class FunctionBackend(Protocol):
             MissingExtraError: an optional package is not installed.
         """
 
-    def call_s(self) -> float:
-        """Seconds that a call takes beside its function, of a core."""
-
     def cores(self, available: int) -> int:
         """Cores that calls of functions share, of those of a machine."""
-
-    def cold_s(self) -> float:
-        """Seconds that a container takes to start, of a core."""
-
-    def memory_bytes(self) -> float:
-        """Of a container, beside the index."""
 
 
 class TreeShape(Value):

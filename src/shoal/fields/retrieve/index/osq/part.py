@@ -50,7 +50,6 @@ class ScalarSegments:
         return _Segments(index, threads)
 
     def open(self, directory: Path, metric: Metric, *, threads: int) -> BuiltIndex:
-        """Read the files of the parts."""
         return _Segments(load_index(directory / "osq"), threads)
 
 
@@ -67,7 +66,6 @@ class _Segments:
         )  # fmt: skip
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes of its arrays."""
         return self.index.memory()
 
     def save(self, directory: Path) -> Sequence[str]:
