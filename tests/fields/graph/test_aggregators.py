@@ -10,8 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError  # noqa: E402
+from shoal.core.native import compiler  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
 from shoal.fields.graph.gnn.gru.recurrent import Recurrent  # noqa: E402
+from shoal.fields.graph.gnn.lcm import monoid  # noqa: E402
 from shoal.fields.graph.gnn.lcm.monoid import (  # noqa: E402
     GRUPair,
     MLPPair,
@@ -105,6 +107,27 @@ def test_the_pair_is_half_of_two_cells():
     pairs = torch.randn(9, 2, 16)
     a, b = pairs.unbind(1)
     torch.testing.assert_close(operator(pairs), (operator.cell(b, a) + operator.cell(a, b)) / 2)
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 5), (9, 16), (600, 64)])
+def test_the_kernel_computes_what_pytorch_does(count, width, monkeypatch):
+    torch.manual_seed(count)
+    operator, weights = GRUPair(width), torch.randn(count, width)
+    pairs = torch.randn(count, 2, width, requires_grad=True)
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    assert monoid.native() is not None
+
+    def results():
+        value = operator(pairs)
+        return [
+            value,
+            *torch.autograd.grad((value * weights).sum(), [pairs, *operator.parameters()]),
+        ]
+
+    ours = results()
+    monkeypatch.setattr(monoid, "native", lambda: None)
+    torch.testing.assert_close(ours, results(), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -32,7 +32,7 @@ class LCMClaim(BaseClaim, row=101, needs=("torch", "torch_geometric")):
         sets: of each size that networks are asked about.
     """
 
-    steps: int = 6000
+    steps: int = 18_000
     rounds: int = 21
     sets: int = 1000
 

@@ -5,18 +5,39 @@ Source: Ong and Veličković, Learnable Commutative Monoids for Graph Neural Net
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shoal.core.errors import BuildError
+from shoal.core.native import build
 from shoal.fields.graph.gnn.protocols import GnnError
 from shoal.fields.graph.gnn.segments import check_segments, shuffled
 
 # Triples of states whose associativity is looked at in a step.
 _TRIPLES = 64
+
+
+@functools.cache
+def native() -> ctypes.CDLL | None:
+    """The functions of ``kernel.cpp``; None where they cannot be built: PyTorch's do the same."""
+    source = Path(__file__).with_name("kernel.cpp").read_text("utf-8")
+    flags = ("-fopenmp", "-ffast-math", "-mprefer-vector-width=512")
+    try:
+        library = build(source, name="lcm", flags=flags)
+    except BuildError:
+        return None
+    for name, pointers in (("forward", 5), ("backward", 7)):
+        function = getattr(library, f"lcm_{name}")
+        function.argtypes = (ctypes.c_int64,) * 2 + (ctypes.c_void_p,) * pointers
+        function.restype = None
+    return library
 
 
 def tree_fold(
@@ -121,34 +142,57 @@ class _GRUPairFunction(torch.autograd.Function):
     def forward(ctx: Any, pairs: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
         m, _, d = pairs.shape
         both = torch.addmm(offset, pairs.reshape(-1, d), matrix.t()).view(m, 2, 6 * d)
-        # Products as an input are those of the other vector of the pair.
-        given, own = both[..., : 3 * d].flip(1), both[..., 3 * d :]
-        gates = torch.sigmoid_(given[..., : 2 * d] + own[..., : 2 * d])
-        reset, update = gates[..., :d], gates[..., d:]
-        new = torch.tanh_(torch.addcmul(given[..., 2 * d :], reset, own[..., 2 * d :]))
-        state = torch.lerp(new, pairs, update)
-        ctx.save_for_backward(pairs, matrix, gates, new, own[..., 2 * d :])
-        return (state[:, 0] + state[:, 1]) / 2
+        kernel = native() if both.dtype == torch.float32 and both.device.type == "cpu" else None
+        if kernel is None:
+            gates, new, mean = _gated(both, pairs)
+        else:
+            pairs = pairs.contiguous()
+            gates, new, mean = (both.new_empty(m, *rest) for rest in ((2, 2 * d), (2, d), (d,)))
+            tensors = (both, pairs, gates, new, mean)
+            kernel.lcm_forward(m, d, *(one.data_ptr() for one in tensors))
+        ctx.kernel = kernel
+        ctx.save_for_backward(pairs, matrix, gates, new, both)
+        return mean
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        pairs, matrix, gates, new, own = ctx.saved_tensors
+        pairs, matrix, gates, new, both = ctx.saved_tensors
         m, _, d = pairs.shape
-        reset, update = gates[..., :d], gates[..., d:]
-        of_state = (grad / 2)[:, None]
-        kept = of_state * update
-        of_both = grad.new_empty(m, 2, 6 * d)
-        of_own = of_both[..., 3 * d :]
-        of_new = (of_state - kept) * (1 - new * new)
-        of_gates = torch.cat([of_new * own, of_state * (pairs - new)], -1)
-        torch.mul(of_gates, gates - gates * gates, out=of_own[..., : 2 * d])
-        torch.mul(of_new, reset, out=of_own[..., 2 * d :])
-        of_both[..., : 2 * d] = of_own[..., : 2 * d].flip(1)
-        of_both[..., 2 * d : 3 * d] = of_new.flip(1)
+        if ctx.kernel is None:
+            of_both, kept = _gated_back(grad, both, pairs, gates, new)
+        else:
+            grad, of_both, kept = grad.contiguous(), torch.empty_like(both), torch.empty_like(pairs)
+            tensors = (grad, both, pairs, gates, new, of_both, kept)
+            ctx.kernel.lcm_backward(m, d, *(one.data_ptr() for one in tensors))
         flat = of_both.view(-1, 6 * d)
         of_pairs = torch.addmm(kept.view(-1, d), flat, matrix).view_as(pairs)
         return of_pairs, flat.t() @ pairs.reshape(-1, d), flat.sum(0)
+
+
+def _gated(both: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates [m, 2, 2 d], new states [m, 2, d] and the mean of both orders [m, d], of products."""
+    d = pairs.shape[-1]
+    # Products as an input are those of the other vector of the pair.
+    given, own = both[..., : 3 * d].flip(1), both[..., 3 * d :]
+    gates = torch.sigmoid_(given[..., : 2 * d] + own[..., : 2 * d])
+    reset, update = gates[..., :d], gates[..., d:]
+    new = torch.tanh_(torch.addcmul(given[..., 2 * d :], reset, own[..., 2 * d :]))
+    return gates, new, torch.lerp(new, pairs, update).mean(1)
+
+
+def _gated_back(
+    grad: Tensor, both: Tensor, pairs: Tensor, gates: Tensor, new: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the products, and of the pairs as far as they were kept."""
+    d = pairs.shape[-1]
+    reset, update, own = gates[..., :d], gates[..., d:], both[..., 5 * d :]
+    of_state = (grad / 2)[:, None]
+    kept = of_state * update
+    of_new = (of_state - kept) * (1 - new * new)
+    of_gates = torch.cat([of_new * own, of_state * (pairs - new)], -1) * (gates - gates * gates)
+    other = torch.cat([of_gates, of_new], -1).flip(1)
+    return torch.cat([other, of_gates, of_new * reset], -1), kept
 
 
 class MLPPair(nn.Module):
