@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Counted over the operators of a level, forward and backward.
-_CALLS = 40
+_CALLS = 27
 
 
 @part
