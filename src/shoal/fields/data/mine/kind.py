@@ -34,10 +34,10 @@ class MineKind(KindHere):
             help="Share of the baskets, such as 0.05, or their number, such as 20.",
         ),
         Flag(name="target", path="target", help="all, closed or maximal."),
-        Flag(name="max_len", path="max_len", help="Most items of a set."),
+        Flag(name="max_len", path="max_len", help="Maximum items per set."),
         Flag(name="min_confidence", path="min_confidence", help="Find rules of this confidence."),
         Flag(name="method", path="method", help="How sets are found: apriori, eclat, fpgrowth."),
-        Flag(name="workers", path="workers", help="Shards that are in work at a time."),
+        Flag(name="workers", path="workers", help="Shards processed at the same time."),
         Flag(name="pool", path="pool", help="Where shards are processed: local or ray."),
     )
     quantities: ClassVar = (

@@ -33,7 +33,7 @@ class TrainDeepGnnKind(KindHere):
         Flag(name="layers", path="layers", help="Convolutions."),
         Flag(name="labels", path="labels", help="A file of ids and labels."),
         Flag(name="epochs", path="epochs", help="Steps, each over the whole graph."),
-        Flag(name="runs", path="runs", help="Trainings, each with a seed of its own."),
+        Flag(name="runs", path="runs", help="Training runs, each with its own seed."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (

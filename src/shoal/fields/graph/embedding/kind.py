@@ -22,9 +22,9 @@ _COUNTS = {
     "nnz": "entries of the adjacency matrix",
     "isolated": "nodes without neighbours",
     "self_loops": "self-loops, left out",
-    "duplicate_edges": "edges given again, merged",
-    "train": "nodes that the classifier learned of",
-    "test": "nodes that it named",
+    "duplicate_edges": "duplicate edges, merged",
+    "train": "nodes that train the classifier",
+    "test": "nodes that test it",
 }
 
 
@@ -41,8 +41,8 @@ class EmbedNodesKind(KindHere):
     flags: ClassVar = (
         Flag(name="method", path="method", help="The embedder, fastrp or deepwalk."),
         Flag(name="labels", path="labels", help="A file of ids and labels; section or tags."),
-        Flag(name="train_share", path="train_share", help="Share of labels that are learned."),
-        Flag(name="threads", path="threads", help="Threads that embed."),
+        Flag(name="train_share", path="train_share", help="Share of the labels to train on."),
+        Flag(name="threads", path="threads", help="Number of threads."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (

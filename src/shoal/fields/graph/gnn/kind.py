@@ -30,12 +30,12 @@ class TrainGnnKind(KindHere):
     flags: ClassVar = (
         Flag(name="aggregator", path="aggregator", help="How neighbours are pooled, such as lcm."),
         Flag(name="labels", path="labels", help="A file of ids and labels."),
-        Flag(name="epochs", path="epochs", help="Passes over the nodes to learn of."),
-        Flag(name="neighbours", path="neighbours", help="Neighbours drawn for a node at most."),
+        Flag(name="epochs", path="epochs", help="Passes over the training nodes."),
+        Flag(name="neighbours", path="neighbours", help="Maximum neighbours sampled per node."),
         Flag(name="features", path="features", help="A .npy of the features of all nodes."),
         Flag(name="placement", path="placement", help="How features of a batch are gathered."),
-        Flag(name="runs", path="runs", help="Trainings, each with a seed of its own."),
-        Flag(name="threads", path="threads", help="Threads that train."),
+        Flag(name="runs", path="runs", help="Training runs, each with its own seed."),
+        Flag(name="threads", path="threads", help="Number of threads."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (

@@ -31,7 +31,7 @@ class IndexKind(KindHere):
         Flag(name="k", path="k", help="Neighbours of a query."),
         Flag(name="metric", path="metric", help="l2, ip or cosine."),
         Flag(name="method", path="method", help="The index, such as curator, hnsw or ivf_flat."),
-        Flag(name="recall", path="recall", help="Share of the neighbours that must be found."),
+        Flag(name="recall", path="recall", help="Required share of the true neighbours found."),
         Flag(name="threads", path="threads", help="Threads for building and searching."),
         Flag(name="seed", path="seed", help="Random seed."),
     )

@@ -30,8 +30,8 @@ class RecommendKind(KindHere):
     example: ClassVar = {"data": "streams:200", "dim": 16, "blocks": 1, "length": 32}
     flags: ClassVar = (
         Flag(name="method", path="method", help="The recommender: hstu, sasrec or popular."),
-        Flag(name="length", path="length", help="Most events of a history."),
-        Flag(name="dim", path="dim", help="Numbers of an event."),
+        Flag(name="length", path="length", help="Maximum events per history."),
+        Flag(name="dim", path="dim", help="Width of an event's embedding."),
         Flag(name="blocks", path="blocks", help="Layers of the network."),
         Flag(name="epochs", path="epochs", help="Passes over the events."),
         Flag(name="threads", path="threads", help="Threads of the network."),
@@ -66,4 +66,4 @@ class RecommendKind(KindHere):
     def results(self, report: RecommendReport, directory: Path) -> Sequence[Table | str]:
         """Where the recommender lies, and how many events were judged."""
         files = ", ".join(str(directory / name) for name in report.details.get("files", []))
-        return [f"judged: {report.details.get('judged', 0):,} events", f"files:  {files}"]
+        return [f"tested on {report.details.get('judged', 0):,} events", f"files:  {files}"]

@@ -36,7 +36,7 @@ class TrainTowersKind(KindHere):
         Flag(name="large", path="large", help="Large towers: S, M, L, LAYERSxWIDTH, a directory."),
         Flag(name="small", path="small", help="Small towers."),
         Flag(name="epochs", path="epochs", help="Passes over the pairs."),
-        Flag(name="batch", path="batch", help="Pairs of a step."),
+        Flag(name="batch", path="batch", help="Pairs per step."),
         Flag(name="ranks", path="ranks", help="Processes that share each batch."),
         Flag(name="threads", path="threads", help="Threads of each process."),
         Flag(name="seed", path="seed", help="Random seed."),
