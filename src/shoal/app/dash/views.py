@@ -132,7 +132,7 @@ FILTERS: dict[str, Callable[..., object]] = {"date": date, "iso": iso, "tone": t
 
 def matches(found: RunStatus, words: str) -> bool:
     """Name or model contains every word, large or small."""
-    return _contains(f"{found.entry.name} {found.entry.model}", words)
+    return _contains(f"{found.entry.name} {found.entry.model} {found.entry.kind}", words)
 
 
 def _contains(text: str, words: str) -> bool:
@@ -288,7 +288,7 @@ def _troubles(found: RunStatus, events: Events, error: str) -> list[str]:
     if events.shortened:
         notes.append("it has too many events; only the newest are shown")
     if found.state == "failed" and root is not None:
-        notes.append("it ended unexpectedly: its ranks were killed, or failed")
+        notes.append(events.error or "it ended unexpectedly: its ranks were killed, or failed")
         notes += rank_errors(root)
     return notes
 
