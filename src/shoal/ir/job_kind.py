@@ -397,11 +397,16 @@ def errors_of(plan: Plan[Any], measured: Mapping[str, float]) -> dict[str, float
     }
 
 
-def quantities() -> dict[str, Quantity]:
-    """Every quantity of every kind by its name; where kinds share one, as the first words it."""
+def quantities(first: str = "") -> dict[str, Quantity]:
+    """Every quantity of every kind by its name.
+
+    Args:
+        first: kind of job that words a quantity that several kinds share; the first of the table
+            where it has none.
+    """
     quantities: dict[str, Quantity] = {}
-    for kind in kinds().values():
-        for quantity in kind.quantities:
+    for name in sorted(kinds(), key=lambda name: name != first):
+        for quantity in kinds()[name].quantities:
             quantities.setdefault(quantity.name, quantity)
     return quantities
 
