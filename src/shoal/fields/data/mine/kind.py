@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from shoal.core.extras import require_extra
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.data.mine.job import MineJob, MinePlan, MineReport
@@ -58,6 +59,7 @@ class MineKind(KindHere):
         """Mine, in this process or shard by shard in a pool."""
         from shoal.fields.data.mine.execute import execute
 
+        require_extra("pyarrow", purpose="writing tables")
         return partial(execute, plan.job, method_of(plan))
 
     def describe(self, plan: MinePlan) -> str:

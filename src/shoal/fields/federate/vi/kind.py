@@ -73,7 +73,7 @@ class SolveViKind(KindHere):
         """Solve with processes of this machine."""
         from shoal.fields.federate.vi.execute import execute
 
-        require_extra("safetensors", purpose="messages between workers")
+        require_extra("safetensors", purpose="exchanging messages between workers")
         return partial(execute, plan)
 
     def describe(self, plan: SolveViPlan) -> str:

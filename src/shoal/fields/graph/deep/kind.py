@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from shoal.core.extras import require_extra
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.graph.deep.job import TrainDeepGnnJob, TrainDeepGnnPlan, TrainDeepGnnReport
@@ -55,6 +56,7 @@ class TrainDeepGnnKind(KindHere):
         """Train on processes of this machine."""
         from shoal.fields.graph.deep.execute import execute
 
+        require_extra("torch", purpose="training a deep graph network")
         return partial(execute, plan.job, plan.grid)
 
     def describe(self, plan: TrainDeepGnnPlan) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from shoal.core.extras import require_extra
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.graph.embedding.job import EmbedNodesJob, EmbedNodesPlan, EmbedNodesReport
@@ -64,6 +65,9 @@ class EmbedNodesKind(KindHere):
         """Embed and measure in this process."""
         from shoal.fields.graph.embedding.execute import execute
 
+        job = plan.job
+        if job.labels or job.data.partition(":")[0] in ("packages", "planted"):
+            require_extra("sklearn", purpose="testing vectors on labels")
         return partial(execute, plan.job, method_of(plan))
 
     def describe(self, plan: EmbedNodesPlan) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from shoal.core.extras import require_extra
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.graph.gnn.job import TrainGnnJob, TrainGnnPlan, TrainGnnReport
@@ -57,6 +58,7 @@ class TrainGnnKind(KindHere):
         """Train in this process."""
         from shoal.fields.graph.gnn.execute import execute
 
+        require_extra("torch", purpose="training a graph neural network")
         # Steps over the whole graph gather nothing.
         placement = method_of(plan, "placement") if plan.job.fanouts else None
         return partial(execute, plan.job, method_of(plan, "aggregator"), placement)

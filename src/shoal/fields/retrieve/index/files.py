@@ -22,7 +22,7 @@ def save_vectors(directory: Path, vectors: np.ndarray, metric: Metric, **more: n
         metric: goes into the file's metadata.
         more: other arrays.
     """
-    numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="files of indexes")
+    numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="a file of an index")
     arrays = {"vectors": vectors, **more}
     text = numpy.save(
         {name: np.ascontiguousarray(one) for name, one in arrays.items()}, {"metric": metric}
@@ -37,7 +37,7 @@ def load_vectors(directory: Path) -> np.ndarray:
     Raises:
         DataError: the file is missing or damaged.
     """
-    safe: Any = import_extra("safetensors", extra="run", purpose="files of indexes")
+    safe: Any = import_extra("safetensors", extra="run", purpose="a file of an index")
     path = directory / "index.safetensors"
     try:
         with safe.safe_open(path, "np") as file:

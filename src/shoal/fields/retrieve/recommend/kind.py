@@ -49,14 +49,14 @@ class RecommendKind(KindHere):
         """Every recommender, timed in a few steps; networks before counts."""
         from shoal.fields.retrieve.recommend.planning import plan_recommend
 
-        require_extra("torch", purpose="networks of events")
+        require_extra("torch", purpose="a network of events")
         return plan_recommend(job, machine)
 
     def work(self, plan: RecommendPlan) -> Callable[[RunProgress], RunOutcome]:
         """Learn and judge in this process."""
         from shoal.fields.retrieve.recommend.execute import execute
 
-        require_extra("torch", purpose="networks of events")
+        require_extra("torch", purpose="a network of events")
         return partial(execute, plan.job, method_of(plan))
 
     def describe(self, plan: RecommendPlan) -> str:

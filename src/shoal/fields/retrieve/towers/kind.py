@@ -52,14 +52,14 @@ class TrainTowersKind(KindHere):
         """Both ways; two stages before one, which is quicker and retrieves less."""
         from shoal.fields.retrieve.towers.planning import plan_towers
 
-        require_extra("torch", purpose="text towers")
+        require_extra("torch", purpose="training text towers")
         return plan_towers(job, machine)
 
     def work(self, plan: TrainTowersPlan) -> Callable[[RunProgress], RunOutcome]:
         """Train and judge, in this process or on the ranks of the job."""
         from shoal.fields.retrieve.towers.execute import execute
 
-        require_extra("torch", purpose="text towers")
+        require_extra("torch", purpose="training text towers")
         return partial(execute, plan.job, method_of(plan))
 
     def describe(self, plan: TrainTowersPlan) -> str:
