@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ pytest.importorskip("fastapi")
 
 from dash_home import client_of, plan_of, settings, start, step, write_events
 
+from shoal.core.errors import ShoalError
 from shoal.cost.score import Score, run_id
 from shoal.fields.federate.job import FederateJob, FederatePlan
+from shoal.ir import kind_named
 from shoal.machine.described import load
 from shoal.train.layout import RunDir
 
@@ -66,3 +69,29 @@ def test_a_kind_that_follows_nothing_has_its_usual_page(tmp_path: Path) -> None:
     titles = [one["title"] for one in client.get(f"/runs/{run_id(root)}/curves").json()["plots"]]
     assert titles[0] == "Loss"
     assert "Accuracy against time" not in titles
+
+
+def test_a_failed_run_shows_its_error_and_every_run_its_kind(tmp_path: Path) -> None:
+    root, data = tmp_path / "runs" / "rows", tmp_path / "rows.csv"
+    data.write_text("x,y\n")
+    kind = kind_named("prepare")
+    job = kind.job_type.model_validate({"data": str(data), "name": "rows"})
+    plan = kind.plan(job, load("laptop"))[0]
+    with pytest.raises(ShoalError):
+        kind.run(plan, root)
+    assert read_events(root)[-1]["kind"] == "error"
+    client = client_of(settings(tmp_path))
+    page = client.get(f"/runs/{run_id(root)}").text
+    assert "no rows; give a table with some" in page
+    assert "ended unexpectedly" not in page
+    assert '<p class="lead">prepare on laptop' in page
+    assert "<td>prepare</td>" in client.get("/runs").text
+    assert "<td>prepare</td>" in client.get("/plans").text
+    # A run that was started again has not failed with what ended the start before.
+    write_events(root, start(1), more=True)
+    assert "no rows;" not in client.get(f"/runs/{run_id(root)}").text
+
+
+def read_events(root: Path) -> list[dict[str, object]]:
+    lines = RunDir(root).events.read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] != "totals"]

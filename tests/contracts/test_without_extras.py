@@ -39,6 +39,10 @@ WORDS = {
     "run drafter": "model",
     "run cluster": "data.npy --k 2",
     "run rank_peers": "--dry-run",
+    "run mine": "baskets:400:8 --min-support 0.1 -m laptop",
+    "run embed_nodes": "planted:200 -m laptop",
+    "run train_gnn": "planted:200 -m laptop",
+    "run train_deep_gnn": "planted:100 -m laptop",
     "run search": "--dry-run",  # it would serve until it is stopped
     "train": "job.yaml",
     "train diagnose": "nowhere",

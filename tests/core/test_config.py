@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pytest
 from pydantic import PositiveInt, model_validator
@@ -268,3 +268,21 @@ def test_what_is_wrong_is_said_before_what_is_missing() -> None:
         resolve(Needy, environment={"SHOAL_KEEEP": "1"}, flags={"data": "digits"})
     with pytest.raises(ConfigError, match=r"data: missing"):
         resolve(Needy, environment={"SHOAL_KEEP": "1"})
+
+
+class Either(Value):
+    k: PositiveInt | Literal["auto"] = 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (-3, "k = -3: expected above 0, or input should be 'auto'"),
+        ("many", "k = 'many': input should be a valid integer"),
+    ],
+)
+def test_a_value_of_several_types_is_named_by_its_key_alone(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve(Either, flags={"k": given}, environment={})
+    assert message in str(raised.value)
+    assert "constrained" not in str(raised.value) and "literal[" not in str(raised.value)

@@ -447,7 +447,8 @@ def explain(cause: ValidationError, where: str, known: tuple[str, ...] = ()) -> 
         known: the keys that exist at the top, for spelling hints.
     """
     first = first_error(cause)
-    place = ".".join([where, *(str(piece) for piece in first["loc"])]).strip(".")
+    keys = _keys(first)
+    place = ".".join([where, *keys]).strip(".")
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         key = str(first["loc"][-1])
         return UnknownKeyError(
@@ -457,11 +458,29 @@ def explain(cause: ValidationError, where: str, known: tuple[str, ...] = ()) -> 
         )
     if first["type"] == "missing":
         return ConfigError(f"{place}: missing; give a value")
-    if first["type"].startswith(("greater_than", "less_than", "multiple_of")):
-        reason = f"expected {in_words(first['ctx'])}"
-    else:
-        reason = first["msg"][0].lower() + first["msg"][1:]
-    return ConfigError(f"{place} = {first['input']!r}: {reason}")
+    # A value of several types has an error of each of them, all at its place.
+    same = [one for one in cause.errors(include_url=False) if _keys(one) == keys]
+    reasons = dict.fromkeys(map(_reason, [first] if len(keys) == len(first["loc"]) else same))
+    return ConfigError(f"{place} = {first['input']!r}: {', or '.join(reasons)}")
+
+
+# How pydantic names the type of a union that an error belongs to; no key is spelled so.
+_UNION_TYPE = re.compile(r"(constrained-)?(int|float|str|bool|date)|none|(function-)?[\w-]+\[.*\]")
+
+
+def _keys(error: ErrorDetails) -> list[str]:
+    """Where an error is, in keys and places of the configuration."""
+    return [
+        str(piece)
+        for piece in error["loc"]
+        if not (isinstance(piece, str) and _UNION_TYPE.fullmatch(piece))
+    ]
+
+
+def _reason(error: ErrorDetails) -> str:
+    if error["type"].startswith(("greater_than", "less_than", "multiple_of")):
+        return f"expected {in_words(error['ctx'])}"
+    return error["msg"][0].lower() + error["msg"][1:]
 
 
 def first_error(cause: ValidationError) -> ErrorDetails:

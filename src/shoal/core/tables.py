@@ -33,6 +33,18 @@ class Table(Value):
         """A mapping of columns for each row, for JSON."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
+    def only(self, *columns: str) -> Table:
+        """The table with those columns of it that are named, in its own order."""
+        kept = [place for place, name in enumerate(self.columns) if name in columns]
+        right = self.right.ljust(len(self.columns))
+        return self.model_copy(
+            update={
+                "columns": tuple(self.columns[place] for place in kept),
+                "rows": tuple(tuple(row[place] for place in kept) for row in self.rows),
+                "right": "".join(right[place] for place in kept),
+            }
+        )
+
 
 class ShownAsTables(ABC):
     """What a terminal and a notebook show as the tables and sentences of :meth:`tables`."""

@@ -133,8 +133,7 @@ def find_files(path: str, pattern: str, *, option: str) -> Listing:
         store, root = url_to_fs(path)
         if not store.exists(root):
             raise DataError(
-                f"{option} = {path!r}: no such file or directory; give a path that exists, "
-                "or leave out data to train on the Python standard library"
+                f"{option} = {path!r}: no such file or directory; give a path that exists"
             )
         if store.isfile(root):
             files = [_file(posixpath.basename(root), root, store.info(root))]

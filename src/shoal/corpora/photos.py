@@ -94,7 +94,7 @@ def photo_patches(n: int, edge: int = 12, *, seed: int = 0) -> npt.NDArray[np.fl
     """
     require(n >= 1, "photo_patches.n", n, expected="at least 1")
     draw = generator(seed, purpose="photo patches")
-    photos = _grey("photo_patches")
+    photos = _grey("reading photographs")
     require(
         1 < edge <= min(min(photo.shape) for photo in photos),
         "photo_patches.edge",
@@ -127,7 +127,7 @@ def _grey(purpose: str) -> list[npt.NDArray[np.float64]]:
 def _photos() -> tuple[npt.NDArray[np.float64], ...]:
     """Of each photograph the sums of gradients left of and above each pixel, by orientation."""
     photos = []
-    for grey in _grey("photo_descriptors"):
+    for grey in _grey("reading photographs"):
         down, right = np.gradient(grey)
         size = np.hypot(down, right)
         angle = np.arctan2(down, right) % (2 * np.pi) / (2 * np.pi) * _BINS

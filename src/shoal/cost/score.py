@@ -428,7 +428,8 @@ class Score(ShownAsTables):
         with self._open() as connection:
             result = connection.execute(
                 "SELECT recorded_s, name, model, machine, quantity, predicted, low, high, "
-                "measured, (SELECT device FROM reports WHERE id = run), left_out, run FROM runs "
+                "measured, (SELECT device FROM reports WHERE id = run), left_out, "
+                "coalesce((SELECT kind FROM reports WHERE id = run), ''), run FROM runs "
                 "WHERE (?1 IS NULL OR quantity = ?1) AND (?2 IS NULL OR machine = ?2) "
                 "AND (NOT ?3 OR (predicted <> 0 AND left_out = '')) ORDER BY id",
                 (quantity, key, scored),
@@ -528,6 +529,7 @@ _COLUMNS = (
     "measured",
     "device",
     "left_out",
+    "kind",
 )
 
 

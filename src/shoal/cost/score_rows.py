@@ -27,6 +27,7 @@ class ScoreRow(Value):
         measured: what the run saw.
         device: kind of device it was measured on; empty where not recorded.
         left_out: why it does not count; empty where it does.
+        kind: kind of job; empty where not recorded.
         job: the job.
     """
 
@@ -41,6 +42,7 @@ class ScoreRow(Value):
     measured: float
     device: str = ""
     left_out: str = ""
+    kind: str = ""
     job: SerializeAsAny[Job] | None = None
 
     @property
@@ -63,7 +65,7 @@ class ScoreRow(Value):
 
 
 class ErrorSummary(Value):
-    """How good the predictions of one quantity have been.
+    """How good the predictions of one quantity of a kind of job have been.
 
     Args:
         quantity: what was predicted.
@@ -72,6 +74,7 @@ class ErrorSummary(Value):
         median_abs: middle of its absolute value.
         p90_abs: its 90th percentile.
         inside: share of measurements within the 90 % interval; None without intervals.
+        kind: kind of job; empty where not recorded.
     """
 
     quantity: str
@@ -80,6 +83,7 @@ class ErrorSummary(Value):
     median_abs: float
     p90_abs: float
     inside: float | None = None
+    kind: str = ""
 
 
 def machine_key(machine: Machine) -> str:
@@ -98,10 +102,12 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarise(rows: Sequence[ScoreRow]) -> list[ErrorSummary]:
-    """Median, 90th percentile and coverage of the errors of each quantity."""
+    """Median, 90th percentile and coverage of the errors of each quantity of each kind of job."""
     results = []
-    for quantity in dict.fromkeys(row.quantity for row in rows):
-        own = [row for row in rows if row.quantity == quantity]
+    groups: dict[tuple[str, str], list[ScoreRow]] = {}
+    for row in rows:
+        groups.setdefault((row.kind, row.quantity), []).append(row)
+    for (kind, quantity), own in groups.items():
         errors = [row.error for row in own if row.error is not None]
         if not errors:
             continue
@@ -115,6 +121,7 @@ def summarise(rows: Sequence[ScoreRow]) -> list[ErrorSummary]:
                 median_abs=_percentile(sizes, 0.5),
                 p90_abs=_percentile(sizes, 0.9),
                 inside=sum(inside) / len(inside) if inside else None,
+                kind=kind,
             )
         )
     return results

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.core.tables import Table, cut, digits, percent, table_of
-from shoal.ir import Quantity, quantities
+from shoal.core.tables import Table, cut, digits, percent, table_of, without_empty
+from shoal.ir import quantities
 
 if TYPE_CHECKING:
     from shoal.cost.score_rows import ErrorSummary, ScoreRow
@@ -34,22 +34,23 @@ def score_tables(
     scored = [row for row in rows if row.predicted]
     counted = [row for row in scored if not row.left_out]
     left = [row for row in scored if row.left_out]
-    known = quantities()
     yield predictions_table(counted[-last:])
-    yield table_of(
+    several = len({s.kind for s in summaries}) > 1
+    yield without_empty(
         "errors",
-        ("quantity", "runs", "median", "median size", "in the interval"),
+        ("job", "quantity", "runs", "median", "median size", "in the interval"),
         [
             (
-                _label(known, s.quantity),
-                s.count,
+                s.kind if several else "",
+                _label(s.kind, s.quantity),
+                str(s.count),
                 percent(s.median, sign=True),
                 percent(s.median_abs),
                 percent(s.inside),
             )
             for s in summaries
         ],
-        " rrrr",
+        "  rrrr",
     )
     if left and not everything:
         yield f"{len(left)} rows are excluded; `shoal score --all` shows the reasons"
@@ -57,7 +58,7 @@ def score_tables(
         groups: dict[tuple[str, str, str, float], list[str]] = {}
         for row in left:
             key = (_day(row), cut(row.name, _NAME), row.left_out, row.recorded_s)
-            groups.setdefault(key, []).append(_label(known, row.quantity))
+            groups.setdefault(key, []).append(_label(row.kind, row.quantity))
         yield table_of(
             "left out",
             ("when", "run", "quantities", "why"),
@@ -70,13 +71,12 @@ def score_tables(
 
 def predictions_table(rows: Sequence[ScoreRow]) -> Table:
     """Predicted beside measured, a row each; every row has a prediction."""
-    known = quantities()
     cells = [
         (
             _day(row),
             row.name,
-            _label(known, row.quantity),
-            *_read(known, row),
+            _label(row.kind, row.quantity),
+            *_read(row),
             percent(row.error, sign=True),
         )
         for row in rows
@@ -95,16 +95,18 @@ def _day(row: ScoreRow) -> str:
     return time.strftime("%m-%d", time.localtime(row.recorded_s))
 
 
-def _label(known: Mapping[str, Quantity], name: str) -> str:
+def _label(kind: str, name: str) -> str:
     """What people read; of a latency its name, and which of its values."""
+    known = quantities(kind)
     latency, _, which = name.removesuffix("_s").partition("_")
     if latency in _LATENCIES:
         return f"{latency.upper()} {which}"
     return known[name].label.strip() if name in known else name
 
 
-def _read(known: Mapping[str, Quantity], row: ScoreRow) -> tuple[str, str, str]:
+def _read(row: ScoreRow) -> tuple[str, str, str]:
     """Predicted, measured and the unit that people read both in."""
+    known = quantities(row.kind)
     name, values = row.quantity, (row.predicted or 0.0, row.measured)
     if name.endswith("_bytes"):
         factor, unit = (1e-9, "GB") if max(values) >= 1e9 else (1e-6, "MB")
@@ -112,7 +114,8 @@ def _read(known: Mapping[str, Quantity], row: ScoreRow) -> tuple[str, str, str]:
         things = name.removesuffix("_per_s")
         factor, unit = 1.0, "tok/s" if things == "tokens" else f"{things}/s"
     elif name in known:
-        factor, unit = known[name].factor, known[name].unit
+        one = known[name].scaled_to(row.measured)
+        factor, unit = one.factor, one.unit
     else:  # a percentile beyond those that people read
         factor, unit = (1e3, "ms") if name.endswith("_s") else (1.0, "")
     return digits(factor * values[0]), digits(factor * values[1]), unit

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, StoreError
+from shoal.core.errors import ConfigError, ShoalError, StoreError
 from shoal.core.files import write_json
 from shoal.core.meter import SINKS, Meter
 from shoal.cost.score import Score
@@ -159,6 +159,9 @@ def run_here(
         except KeyboardInterrupt:
             progress.keep()
             meter.event("stop", step=1)
+            raise
+        except ShoalError as cause:
+            meter.event("error", message=str(cause))
             raise
         meter.event("end", step=1)
     # Of this process and of the largest of those that worked for it.

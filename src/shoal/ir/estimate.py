@@ -45,6 +45,12 @@ class Interval(Value):
         """The same amount wide, and so much further."""
         return Interval(value=self.value + offset, low=self.low + offset, high=self.high + offset)
 
+    def capped(self, most: float) -> Interval:
+        """No number above the largest possible value, such as 1 for a share."""
+        return Interval(
+            value=min(self.value, most), low=min(self.low, most), high=min(self.high, most)
+        )
+
     def __contains__(self, number: float) -> bool:
         return self.low <= number <= self.high
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -55,6 +55,10 @@ class Job(Value):
         return model
 
 
+# Seconds below which a time is shown in ms, and in us.
+_SHORT_S, _SHORT_MS = 0.1, 1e-4
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantity:
     """Something that a kind of job predicts or measures.
@@ -90,6 +94,17 @@ class Quantity:
     def of_share(cls, name: str, label: str, better: Literal["lower", "higher"]) -> Quantity:
         """A share, shown in percent."""
         return cls(name=name, label=label, unit="%", factor=100.0, better=better)
+
+    def scaled_to(self, value: float) -> Quantity:
+        """The same quantity in the unit in which a value is read: a short time is not 0.0000168 s.
+
+        Args:
+            value: as in ``Report.measured``; all numbers of a column are shown in its unit.
+        """
+        if self.unit != "s" or self.factor != 1.0 or not 0 < value < _SHORT_S:
+            return self
+        unit, factor = ("ms", 1e3) if value >= _SHORT_MS else ("us", 1e6)
+        return replace(self, unit=unit, factor=factor)
 
     def text(self, value: float) -> str:
         """The value in the unit that people read."""
@@ -326,6 +341,8 @@ def plan_tables(
     result: list[Table | str] = []
     if len(plans) > 1 and headline is not None:
         rows = []
+        if headline.name in predicted:
+            headline = headline.scaled_to(predicted[headline.name].value)
         for plan in plans:
             value = kind.predictions(plan).get(headline.name)
             text = "" if value is None else headline.text(value.value)
@@ -336,24 +353,8 @@ def plan_tables(
         result.append(
             Table(title=title, columns=columns, rows=tuple(rows), right="  r", marks=marks)
         )
-    values = [(one, predicted[one.name]) for one in kind.quantities if one.name in predicted]
-    result.append(
-        Table(
-            title=f"{kind.describe(best)} on {best.machine.name}",
-            columns=("", "predicted", "90 % interval"),
-            rows=tuple(
-                (
-                    one.label,
-                    one.text(value.value),
-                    f"{one.text(value.low)} to {one.text(value.high)}"
-                    if value.low < value.high
-                    else "",
-                )
-                for one, value in values
-            ),
-            right=" rr",
-        )
-    )
+    title = f"{kind.describe(best)} on {best.machine.name}"
+    result.append(predicted_table(title, kind.quantities, predicted))
     if best.estimate is not None:
         result += best.estimate.tables()
     fits = "" if best.fits else "it does not fit"
@@ -362,6 +363,24 @@ def plan_tables(
         *(line for line in (best.why, fits) if line),
         *map("note: {}".format, best.notes),
     ]
+
+
+def predicted_table(
+    title: str, quantities: Sequence[Quantity], predicted: Mapping[str, Interval]
+) -> Table:
+    """What a plan predicts: each quantity in its unit, with the 90 % interval."""
+    rows = []
+    for quantity in quantities:
+        value = predicted.get(quantity.name)
+        if value is not None:
+            one = quantity.scaled_to(value.value)
+            spread = f"{one.text(value.low)} to {one.text(value.high)}"
+            rows.append(
+                (one.label, one.text(value.value), spread if value.low < value.high else "")
+            )
+    return Table(
+        title=title, columns=("", "predicted", "90 % interval"), rows=tuple(rows), right=" rr"
+    )
 
 
 def predictions(plan: Plan[Any]) -> Mapping[str, Interval]:
@@ -378,11 +397,16 @@ def errors_of(plan: Plan[Any], measured: Mapping[str, float]) -> dict[str, float
     }
 
 
-def quantities() -> dict[str, Quantity]:
-    """Every quantity of every kind by its name; where kinds share one, as the first words it."""
+def quantities(first: str = "") -> dict[str, Quantity]:
+    """Every quantity of every kind by its name.
+
+    Args:
+        first: kind of job that words a quantity that several kinds share; the first of the table
+            where it has none.
+    """
     quantities: dict[str, Quantity] = {}
-    for kind in kinds().values():
-        for quantity in kind.quantities:
+    for name in sorted(kinds(), key=lambda name: name != first):
+        for quantity in kinds()[name].quantities:
             quantities.setdefault(quantity.name, quantity)
     return quantities
 
@@ -396,11 +420,13 @@ def compared(report: Report[Any]) -> list[tuple[str, str, str, str]]:
         if quantity.name not in report.measured:
             continue
         before, error = predicted.get(quantity.name), report.errors.get(quantity.name)
+        measured = report.measured[quantity.name]
+        one = quantity.scaled_to(measured)
         rows.append(
             (
-                quantity.label,
-                "" if before is None else quantity.text(before.value),
-                quantity.text(report.measured[quantity.name]),
+                one.label,
+                "" if before is None else one.text(before.value),
+                one.text(measured),
                 "" if error is None else f"{100 * error:+.1f} %",
             )
         )

@@ -141,6 +141,8 @@ class Events:
         # What says how the run went; of steps in a row the first and the newest.
         self.story: deque[dict[str, Any]] = deque(maxlen=MAX_STORY)
         self.sample = ""
+        # With which the run has ended; empty once it was started again.
+        self.error = ""
         self.skipped_lines = 0
         self.shortened = False
         self.follower = self._follow()
@@ -178,6 +180,9 @@ class Events:
             elif kind == "start":
                 self.start = event
                 self.starts += 1
+                self.error = ""
+            elif kind == "error":
+                self.error = str(event["message"])[:2000]
             elif kind in ("checkpoint", "checkpoint_failed"):
                 self.saves[int(event["step"])] = event
             elif kind == "checkpoint_level" and event["step"] is not None:
@@ -465,6 +470,8 @@ def _state(entry: RunEntry) -> State:
         return "finished"
     if last == "stop":
         return "stopped"
+    if last == "error":
+        return "failed"
     # When a run started is known by the wall clock alone, which may have been set since.
     quiet = max(0.0, time.time() - entry.started_s) - START_S + QUIET_S
     for rank in itertools.count():
@@ -487,7 +494,7 @@ def _last_word(root: Path) -> str:
         file.seek(max(0, size - _TAIL_BYTES))
         lines = file.read(_TAIL_BYTES).splitlines()
     for line in reversed(lines):
-        match = re.search(rb'"kind": "(end|stop|step|start|eval|checkpoint)"', line[:200])
+        match = re.search(rb'"kind": "(end|stop|error|step|start|eval|checkpoint)"', line[:200])
         if match:
             return match[1].decode()
     return ""

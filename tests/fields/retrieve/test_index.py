@@ -211,7 +211,7 @@ def test_a_file_whose_owners_are_wrong_is_refused(tmp_path):
 def test_too_few_vectors_and_unusable_ones(tmp_path):
     np.save(tmp_path / "few.npy", clustered(300))
     few = IndexJob(data=str(tmp_path / "few.npy"), queries=280)
-    with pytest.raises(VectorIndexError, match="20 vectors are left"):
+    with pytest.raises(VectorIndexError, match="300 vectors, of which 280 are held out"):
         IndexKind().plan(few, load("laptop"))
     vectors = clustered(300)
     vectors[7] = np.nan

@@ -343,7 +343,7 @@ def test_pairs_of_a_file(tmp_path):
 
 
 def test_what_cannot_be_split():
-    with pytest.raises(TowerError, match="held = 24 of 48 pairs: 0 are left"):
+    with pytest.raises(TowerError, match="held = 24: 48 of 48 pairs are held out"):
         split_pairs(some_pairs(), 24)
     with pytest.raises(DataError, match="expected local:N"):
         read_pairs("local:many")

@@ -130,13 +130,52 @@ def kind_flags(kind: JobKind) -> tuple[Flag, ...]:
     from shoal.ir import Flag
 
     more = (
-        Flag(name=kind.subject, path=kind.subject, help=f"The job's {kind.subject}.", read=str),
+        Flag(name=kind.subject, path=kind.subject, help="The same as the argument.", read=str),
         Flag(name="name", path="name", help="Name of the job, and of its directory.", read=str),
     )
     flags = {flag.name: flag for flag in kind.flags}
     for flag in more:
         flags.setdefault(flag.name, flag)
     return tuple(flags.values())
+
+
+def subject_help(kind: JobKind) -> str:
+    """What the first argument of a kind's commands can be: as its job documents it, or YAML."""
+    from shoal.core.config import Kind
+    from shoal.core.parts import meanings
+    from shoal.core.parts import table as parts
+
+    field = kind.job_type.model_fields[kind.subject]
+    chosen = next((one.kind for one in field.metadata if isinstance(one, Kind)), None)
+    if chosen is None:
+        text = meanings(kind.job_type).get(kind.subject, f"the job's {kind.subject}")
+    else:
+        text = "one of " + ", ".join(parts(chosen))
+    text = text[:1].upper() + text[1:]  # not a name, which begins with a quotation mark
+    return text.replace("``", "").rstrip(".") + ". Or a job in YAML, a file that ends in .yaml."
+
+
+def example_command(verb: str, name: str, kind: JobKind) -> str:
+    """A command that runs as it is: the kind's example, on lines of the width of a help page."""
+    flags = {flag.path: flag.name.replace("_", "-") for flag in kind_flags(kind)}
+    words: list[str] = []
+    for path, value in kind.example.items():
+        word, options = value, {}
+        if isinstance(value, Mapping):
+            options = {f"{path}.{key}": one for key, one in value.items() if key != "name"}
+            word = value["name"]
+        if path == kind.subject:
+            words.insert(0, str(word))
+        else:
+            words.append(f"--{flags[path]} {word}" if path in flags else f"--set {path}={word}")
+        words += [f"--set {key}={one}" for key, one in options.items()]
+    lines = [f"shoal {verb} {name}"]
+    for word in words:
+        if len(lines[-1]) + len(word) < _EXAMPLE_WIDTH:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}")
+    return " \\\\\\\n        ".join(lines)  # a backslash and a line's end, in Markdown
 
 
 def _command(
@@ -148,7 +187,8 @@ def _command(
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default=None,
         annotation=Annotated[
-            str | None, typer.Argument(help=f"The job's {kind.subject}, or a job in YAML.")
+            str | None,
+            typer.Argument(metavar=kind.subject.upper(), help=subject_help(kind)),
         ],
     )
     flags = [option(flag.name, str | None, None, flag.help) for flag in kind_flags(kind)]
@@ -162,6 +202,9 @@ def _command(
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     return command
 
+
+# Characters of a line of an example.
+_EXAMPLE_WIDTH = 74
 
 _MACHINE = option(
     "machine", str, "local", "local, 16xH100, 8xA100@IB200, or a file.", "--machine", "-m"
@@ -234,7 +277,7 @@ def plan_command(name: str, kind: JobKind) -> Callable[..., None]:
 
     **Examples**
 
-        shoal plan {name} job.yaml
+        {example_command("plan", name, kind)}
 
         shoal plan {name} job.yaml --machine laptop --out plan.yaml
     """
@@ -305,11 +348,11 @@ def run_command(name: str, kind: JobKind) -> Callable[..., None]:
 
     **Examples**
 
-        shoal run {name} job.yaml
+        {example_command("run", name, kind)}
 
-        shoal run {name} --dir runs/{name} --resume
+        shoal run {name} job.yaml --dry-run
 
-        shoal run {name} job.yaml --dry-run -o json
+        shoal run {name} --dir runs/{kind.job_type.model_fields["name"].default} --resume
     """
     return _command(kind, text, options, do)
 

@@ -132,7 +132,7 @@ FILTERS: dict[str, Callable[..., object]] = {"date": date, "iso": iso, "tone": t
 
 def matches(found: RunStatus, words: str) -> bool:
     """Name or model contains every word, large or small."""
-    return _contains(f"{found.entry.name} {found.entry.model}", words)
+    return _contains(f"{found.entry.name} {found.entry.model} {found.entry.kind}", words)
 
 
 def _contains(text: str, words: str) -> bool:
@@ -157,21 +157,30 @@ def overview(settings: DashboardSettings, runs: Runs) -> dict[str, Any]:
 
 def _errors(summaries: Sequence[ErrorSummary]) -> list[ErrorRow]:
     order = {name: place for place, name in enumerate(quantities())}
-    errors = [ErrorRow(_words(one.quantity), one.quantity, one) for one in summaries]
+    several = len({one.kind for one in summaries}) > 1
+    errors = [
+        ErrorRow(
+            _words(one.quantity, one.kind) + (f" ({one.kind})" if several and one.kind else ""),
+            one.quantity,
+            one,
+        )
+        for one in summaries
+    ]
     return sorted(errors, key=lambda row: order.get(row.quantity, len(order)))
 
 
-def _shown(quantity: str) -> Quantity:
+def _shown(quantity: str, kind: str = "") -> Quantity:
     """How a quantity is shown; one that no kind of job knows any more by its name."""
-    known = quantities().get(quantity)
+    known = quantities(kind).get(quantity)
     return known or Quantity(name=quantity, label=quantity.replace("_", " "))
 
 
-def _words(quantity: str) -> str:
-    for kind in kinds().values():
-        names = [one.name for one in kind.quantities]
+def _words(quantity: str, kind: str = "") -> str:
+    """The label of a quantity, as the kind words it, or else the first that has it."""
+    for _, one in sorted(kinds().items(), key=lambda item: item[0] != kind):
+        names = [known.name for known in one.quantities]
         if quantity in names:
-            return _alone([one.label for one in kind.quantities])[names.index(quantity)]
+            return _alone([known.label for known in one.quantities])[names.index(quantity)]
     return _shown(quantity).label
 
 
@@ -288,7 +297,7 @@ def _troubles(found: RunStatus, events: Events, error: str) -> list[str]:
     if events.shortened:
         notes.append("it has too many events; only the newest are shown")
     if found.state == "failed" and root is not None:
-        notes.append("it ended unexpectedly: its ranks were killed, or failed")
+        notes.append(events.error or "it ended unexpectedly: its ranks were killed, or failed")
         notes += rank_errors(root)
     return notes
 
@@ -378,8 +387,9 @@ def plan(found: Plan[Any]) -> dict[str, Any]:
         "terms": _shares({} if cost is None else cost.terms_s),
         "memory": _shares({} if cost is None else cost.memory_bytes),
         "predicted": [
-            (_words(name), interval.scaled(_shown(name).factor), _shown(name).unit)
+            (_words(name, found.job.job), interval.scaled(one.factor), one.unit)
             for name, interval in found.predicted.items()
+            if (one := _shown(name, found.job.job).scaled_to(interval.value))
         ],
     }
 
@@ -414,15 +424,15 @@ def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
     pager = Pager.of(len(wanted), page, size, "/score", {"quantity": quantity})
     shown = []
     for row in wanted[pager.first : pager.last]:
-        shown_as = _shown(row.quantity)
+        shown_as = _shown(row.quantity, row.kind).scaled_to(row.measured)
         assert row.predicted is not None
         assert row.error is not None
         shown.append(
             PredictionRow(
                 row.recorded_s,
                 row.name,
-                row.model,
-                _words(row.quantity),
+                row.model or row.kind,
+                _words(row.quantity, row.kind),
                 row.predicted * shown_as.factor,
                 row.measured * shown_as.factor,
                 shown_as.unit,
@@ -444,9 +454,10 @@ def score_charts(runs: Runs) -> list[Chart]:
     rows = runs.score().rows(jobs=False, scored=True)
     drawn = []
     for one in _errors(summarise(rows))[:6]:
-        shown_as = _shown(one.quantity)
-        label = ", ".join(filter(None, (_words(one.quantity), shown_as.unit)))
-        drawn.append(charts.of_score(rows, one.quantity, label, shown_as.factor))
+        own = [row for row in rows if row.kind == one.summary.kind]
+        shown_as = _shown(one.quantity, one.summary.kind)
+        label = ", ".join(filter(None, (one.label, shown_as.unit)))
+        drawn.append(charts.of_score(own, one.quantity, label, shown_as.factor))
     return [chart for chart in drawn if chart is not None]
 
 

@@ -27,7 +27,7 @@ _SHOWN = 10
 class FederateKind(KindHere):
     """Train one model on the data of many clients, which stays where it is."""
 
-    summary: ClassVar = "train one model on the data of many clients, which stays where it is"
+    summary: ClassVar = "train one model on data that stays on many clients"
     job_type: ClassVar = FederateJob
     plan_type: ClassVar = FederatePlan
     report_type: ClassVar = FederateReport
@@ -37,9 +37,11 @@ class FederateKind(KindHere):
     flags: ClassVar = (
         Flag(name="clients", path="clients", help="How many, such as 5 or 10xLaptop@20Mbit."),
         Flag(name="learner", path="learner", help="The model: logistic, mlp, cnn_digits."),
-        Flag(name="partition", path="partition", help="Who has what: iid, class_k, dirichlet."),
+        Flag(
+            name="partition", path="partition", help="Split of the data: iid, class_k, dirichlet."
+        ),
         Flag(name="speeds", path="speeds", help="equal, normal, exponential, or factors."),
-        Flag(name="algorithm", path="algorithm", help="Who works when, such as fedavg."),
+        Flag(name="algorithm", path="algorithm", help="When clients train, such as fedavg."),
         Flag(name="rounds", path="rounds", help="Length of the run, in rounds of all clients."),
         Flag(name="target", path="target", help="Accuracy at which the run ends."),
         Flag(name="clock", path="clock", help="wall or virtual."),
@@ -102,7 +104,7 @@ class FederateKind(KindHere):
         notes = [report.details[key] for key in ("missed", "ended") if key in report.details]
         said = (
             f"model: {directory / 'model.safetensors'}",
-            f"who worked when: {directory / 'timeline.svg'}",
+            f"timeline: {directory / 'timeline.svg'}",
             f"accuracy: {directory / 'accuracy.svg'}",
         )
         return [table, *notes, *said]

@@ -156,8 +156,9 @@ def _plan(known: _Known, algorithm: Choice) -> FederatePlan:
     slowest = max(work.step_s.values()) / min(work.step_s.values())
     notes = [
         "steps timed on this machine" if measured else "steps derived from a description",
-        f"the slowest client takes {slowest:.2g} times as long as the fastest",
     ]
+    if slowest > 1.005:
+        notes.append(f"the slowest client takes {slowest:.3g} times as long as the fastest")
     if not rule.linear:
         merged = run.arrived // max(run.versions, 1)
         notes.append(

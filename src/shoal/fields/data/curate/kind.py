@@ -29,8 +29,8 @@ class CurateKind(KindHere):
     example: ClassVar = {"data": "stdlib"}
     flags: ClassVar = (
         Flag(name="method", path="method", help="How rows are chosen, such as random."),
-        Flag(name="keep", path="keep", help="Share of the rows that is kept."),
-        Flag(name="workers", path="workers", help="Shards that are in work at a time."),
+        Flag(name="keep", path="keep", help="Share of the rows to keep."),
+        Flag(name="workers", path="workers", help="Shards processed at the same time."),
         Flag(name="pool", path="pool", help="Where shards are processed: local or ray."),
         Flag(name="seed", path="seed", help="Random seed."),
     )

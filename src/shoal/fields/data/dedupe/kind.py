@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.fields.running import RunOutcome, RunProgress
 
 # Characters of an example.
-_WIDTH = 60
+_WIDTH = 28
 
 
 @part
@@ -36,7 +36,7 @@ class DedupeKind(KindHere):
         Flag(name="compared", path="compared", help="rows (documents) or tables (files)."),
         Flag(name="unit", path="unit", help="A shingle is a run of words or of characters."),
         Flag(name="ngram", path="ngram", help="Units of a shingle."),
-        Flag(name="workers", path="workers", help="Shards that are in work at a time."),
+        Flag(name="workers", path="workers", help="Shards processed at the same time."),
         Flag(name="pool", path="pool", help="Where shards are processed: local or ray."),
         Flag(name="seed", path="seed", help="Seed of the hash functions."),
     )

@@ -44,7 +44,7 @@ class ParseLogsKind(KindHere):
         Quantity.of_bytes("memory_bytes", "memory"),
         Quantity(name="lines", label="lines"),
         Quantity(name="templates", label="templates"),
-        Quantity(name="true_groups", label="templates of the truth"),
+        Quantity(name="true_groups", label="true templates"),
         Quantity.of_share("no_header_share", "lines without header", "lower"),
         Quantity.of_share("assumed_accuracy", "grouping accuracy, published", "higher"),
         Quantity.of_share("grouping_accuracy", "grouping accuracy (GA)", "higher"),

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from shoal.core.extras import require_extra
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.data.mine.job import MineJob, MinePlan, MineReport
@@ -34,10 +35,10 @@ class MineKind(KindHere):
             help="Share of the baskets, such as 0.05, or their number, such as 20.",
         ),
         Flag(name="target", path="target", help="all, closed or maximal."),
-        Flag(name="max_len", path="max_len", help="Most items of a set."),
+        Flag(name="max_len", path="max_len", help="Maximum items per set."),
         Flag(name="min_confidence", path="min_confidence", help="Find rules of this confidence."),
         Flag(name="method", path="method", help="How sets are found: apriori, eclat, fpgrowth."),
-        Flag(name="workers", path="workers", help="Shards that are in work at a time."),
+        Flag(name="workers", path="workers", help="Shards processed at the same time."),
         Flag(name="pool", path="pool", help="Where shards are processed: local or ray."),
     )
     quantities: ClassVar = (
@@ -58,6 +59,7 @@ class MineKind(KindHere):
         """Mine, in this process or shard by shard in a pool."""
         from shoal.fields.data.mine.execute import execute
 
+        require_extra("pyarrow", purpose="writing tables")
         return partial(execute, plan.job, method_of(plan))
 
     def describe(self, plan: MinePlan) -> str:

@@ -15,6 +15,7 @@ from shoal.fields.data.prepare.profile import profile_of
 from shoal.fields.data.readers import BadRowCount
 from shoal.fields.data.shards import opened
 from shoal.fields.running import RunOutcome, RunProgress
+from shoal.ir import Quantity
 
 _PIPELINE = "pipeline.json"
 
@@ -90,13 +91,15 @@ def execute(plan: PreparePlan, progress: RunProgress) -> RunOutcome:
 
 def steps_table(plan: PreparePlan) -> Table:
     """The steps in order, with measurement, rule and price."""
+    quantity = Quantity.of_time("step_s", "time")
+    one_unit = quantity.scaled_to(max((one.seconds for one in plan.reasons), default=0.0))
     rows = [
         (
             str(number + 1),
             one.step.partition("(")[0],
             one.reason.measured,
             one.reason.rule,
-            f"{digits(one.seconds)} s",
+            one_unit.text(one.seconds),
             f"{digits(one.memory_bytes / 2**20)} MiB",
         )
         for number, one in enumerate(plan.reasons)

@@ -12,12 +12,14 @@ from shoal.core.tables import Table, cut
 from shoal.fields.data.prepare.job import PrepareJob, PreparePlan, PrepareReport
 from shoal.fields.kinds import KindHere, unreadable_rows
 from shoal.ir import Flag, Machine, Quantity
+from shoal.ir.job_kind import predicted_table
 
 if TYPE_CHECKING:
     from shoal.fields.running import RunOutcome, RunProgress
 
-# Characters of a measurement, unless all is asked for.
-_WIDTH = 70
+# Characters of a measurement, and columns of a profile, that 80 columns hold; -v shows the rest.
+_WIDTH = 44
+_BRIEF = ("column", "kind", "missing", "distinct", "mean", "std", "50 %", "example")
 
 
 @part
@@ -31,9 +33,9 @@ class PrepareKind(KindHere):
     subject: ClassVar = "data"
     example: ClassVar = {"data": "dirty:400", "target": "y"}
     flags: ClassVar = (
-        Flag(name="target", path="target", help="Column that is to be predicted."),
-        Flag(name="holdout", path="holdout", help="Share of rows that no step learns from."),
-        Flag(name="workers", path="workers", help="Shards that are in work at a time."),
+        Flag(name="target", path="target", help="Column to predict."),
+        Flag(name="holdout", path="holdout", help="Share of rows held out from all steps."),
+        Flag(name="workers", path="workers", help="Shards processed at the same time."),
         Flag(name="pool", path="pool", help="Where shards are processed: local or ray."),
         Flag(name="seed", path="seed", help="Seed of held-out rows, folds and samples."),
     )
@@ -72,25 +74,13 @@ class PrepareKind(KindHere):
 
         best = plans[0]
         steps = steps_table(best)
+        profile = [best.profile.table("profile")] if best.profile is not None else []
         if not verbose:
             rows = tuple((*row[:2], cut(row[2], _WIDTH), *row[3:]) for row in steps.rows)
-            steps = steps.model_copy(update={"rows": rows})
-        values = [(one, best.predicted.get(one.name)) for one in self.quantities]
-        predicted = Table(
-            title=f"{best.planner} on {best.machine.name}",
-            columns=("", "predicted", "90 % interval"),
-            rows=tuple(
-                (
-                    one.label,
-                    one.text(value.value),
-                    f"{one.text(value.low)} to {one.text(value.high)}",
-                )
-                for one, value in values
-                if value is not None
-            ),
-            right=" rr",
-        )
-        profile = [best.profile.table("profile")] if best.profile is not None else []
+            steps = steps.model_copy(update={"rows": rows}).only("", "step", "measured", "time")
+            profile = [one.only(*_BRIEF) for one in profile]
+        title = f"{best.planner} on {best.machine.name}"
+        predicted = predicted_table(title, self.quantities, best.predicted)
         others = [f"instead: {self.describe(plan)}" for plan in plans[1:]]
         notes = map("note: {}".format, best.notes)
         return [*profile, steps, predicted, best.why, *others, *notes]
@@ -105,4 +95,4 @@ class PrepareKind(KindHere):
             lines.append(f"held out: {directory / 'held_out'}")
         lines.append(f"learned:  {directory / 'pipeline.json'}")
         lines.append(f"picture:  {directory / 'profile.html'}")
-        return [after.table("after"), *lines, *unreadable_rows(report.details)]
+        return [after.table("after").only(*_BRIEF), *lines, *unreadable_rows(report.details)]

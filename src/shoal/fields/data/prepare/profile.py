@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.config import Value
-from shoal.core.tables import Table, digits
+from shoal.core.tables import Table, cut, digits, without_empty
 from shoal.fields.data.prepare.batches import PrepBatch
 from shoal.fields.data.prepare.counting import TOP, Frequent, Smallest, mixed, text_hashes
 from shoal.fields.data.prepare.sketches import Moments, Sketches, Tally, TDigest
@@ -125,21 +125,24 @@ class TableProfile(Value):
                 digits(one.distinct),
                 *(map(_short, (one.mean, one.std)) if one.quantiles else ("", "")),
                 *(map(_short, one.quantiles[1:6:2]) if one.quantiles else ("", "", "")),
+                cut(next((text for text, _ in one.top), ""), 14),
                 ", ".join(text[:16] for text, _ in one.top[:3]),
             )
             for one in self.columns[:most]
         ]
         names = ("column", "kind", "missing", "distinct", "mean", "std", "5 %", "50 %", "95 %")
-        return Table(
-            title=f"{title}: {self.rows:,} rows, {len(self.columns)} columns",
-            columns=(*names, "most frequent"),
-            rows=tuple(rows),
-            right="  rrrrrrr ",
+        return without_empty(
+            f"{title}: {self.rows:,} rows, {len(self.columns)} columns",
+            (*names, "example", "most frequent"),
+            rows,
+            "  rrrrrrr  ",
         )
 
 
 def _short(number: float) -> str:
-    """Three digits; rounding errors around 0 as they are."""
+    """Three digits; a rounding error of sums around 0 is 0."""
+    if abs(number) < 1e-12:
+        return "0"
     return digits(number) if abs(number) >= 1e-3 else f"{number:.2g}"
 
 

@@ -29,11 +29,11 @@ class SparseCodeKind(KindHere):
     example: ClassVar = {"data": "bars:200", "iterations": 10}
     flags: ClassVar = (
         Flag(name="method", path="method", help="Model of the causes, such as bsc or gsc."),
-        Flag(name="components", path="components", help="Components that are learned."),
+        Flag(name="components", path="components", help="Number of components."),
         Flag(name="candidates", path="candidates", help="Causes whose combinations are tried."),
-        Flag(name="active", path="active", help="Most causes of a vector at a time."),
+        Flag(name="active", path="active", help="Maximum active causes per vector."),
         Flag(name="iterations", path="iterations", help="Iterations of learning."),
-        Flag(name="restarts", path="restarts", help="Starts of which the best is taken."),
+        Flag(name="restarts", path="restarts", help="Restarts; the best is kept."),
         Flag(name="workers", path="workers", help="Processes that share the vectors, in a pool."),
         Flag(name="pool", path="pool", help="Where the vectors are: local or ray."),
         Flag(name="seed", path="seed", help="Random seed."),
@@ -66,7 +66,7 @@ class SparseCodeKind(KindHere):
     def results(self, report: SparseCodeReport, directory: Path) -> Sequence[Table | str]:
         """How often causes are active, and where components and pictures lie."""
         return [
-            f"causes that are active, in the mean: {report.details.get('active', 0.0):.3g}",
+            f"active causes per vector (mean): {report.details.get('active', 0.0):.3g}",
             f"components:  {directory / 'components.npy'}",
             f"prior:       {directory / 'prior.json'}",
             f"pictures:    {directory / 'components.svg'}, {directory / 'free_energy.svg'}",

@@ -38,10 +38,10 @@ class CodedKind(KindHere):
         Flag(name="learner", path="learner", help="The model: logistic, mlp, cnn_digits."),
         Flag(name="scheme", path="scheme", help="uncoded, gc, sr_sgc, m_sgc."),
         Flag(name="workers", path="workers", help="Processes that compute gradients."),
-        Flag(name="models", path="models", help="Models that are trained in turn."),
+        Flag(name="models", path="models", help="Models trained in turn."),
         Flag(name="gradients", path="gradients", help="Steps of all models together."),
         Flag(name="log", path="log", help="File of workers' times to pick a scheme from."),
-        Flag(name="mu", path="mu", help="Patience, over the fastest worker."),
+        Flag(name="mu", path="mu", help="Waiting limit, relative to the fastest worker."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (

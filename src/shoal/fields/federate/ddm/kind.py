@@ -32,7 +32,7 @@ class TrainExpertsKind(KindHere):
         Flag(name="method", path="method", help="experts or monolith."),
         Flag(name="mixture", path="mixture", help="Sampler: full, top1, topm or sample."),
         Flag(name="steps", path="steps", help="Optimizer steps."),
-        Flag(name="batch", path="batch", help="Samples of a step; experts share it."),
+        Flag(name="batch", path="batch", help="Samples per step, shared by the experts."),
         Flag(name="width", path="width", help="Width of a network's layers."),
         Flag(
             name="distill", path="distill", help="Steps of a student of the ensemble; 0 for none."

@@ -25,7 +25,9 @@ _SHOWN = 10
 class GossipKind(KindHere):
     """Train on nodes that talk to their neighbours on a graph, without a server."""
 
-    summary: ClassVar = "train on nodes that talk to their neighbours, without a server"
+    summary: ClassVar = (
+        "train on nodes that exchange models with their neighbours, without a server"
+    )
     job_type: ClassVar = GossipJob
     plan_type: ClassVar = GossipPlan
     report_type: ClassVar = GossipReport
@@ -36,13 +38,15 @@ class GossipKind(KindHere):
     flags: ClassVar = (
         Flag(name="nodes", path="nodes", help="How many, such as 8 or 10xLaptop@20Mbit."),
         Flag(name="learner", path="learner", help="The model: logistic, mlp, cnn_digits."),
-        Flag(name="partition", path="partition", help="Who has what: iid, class_k, dirichlet."),
-        Flag(name="topology", path="topology", help="Who is whose neighbour, such as ring_k."),
+        Flag(
+            name="partition", path="partition", help="Split of the data: iid, class_k, dirichlet."
+        ),
+        Flag(name="topology", path="topology", help="Graph of neighbours, such as ring_k."),
         Flag(name="policy", path="policy", help="What is sent, such as variance_corrected."),
         Flag(name="rounds", path="rounds", help="Length of the run."),
         Flag(name="target", path="target", help="Mean accuracy at which the run ends."),
         Flag(name="clock", path="clock", help="wall or virtual."),
-        Flag(name="hosts", path="hosts", help="Processes to which nodes are dealt."),
+        Flag(name="hosts", path="hosts", help="Processes that nodes are assigned to."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (

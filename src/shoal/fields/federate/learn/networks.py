@@ -127,6 +127,6 @@ def _image(features: tuple[int, ...]) -> tuple[int, int, int]:
     """
     if len(features) != 3:
         raise FederationError(
-            f"learner: examples of shape {list(features)} are no images; take logistic or mlp"
+            f"learner: examples of shape {list(features)} are not images; use logistic or mlp"
         )
     return features[0], features[1], features[2]

@@ -12,7 +12,7 @@ from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.fields.federate.learn.protocols import Examples
 
-_PURPOSE = "data sets of federations"
+_PURPOSE = "reading a data set"
 
 
 def _datasets() -> Any:

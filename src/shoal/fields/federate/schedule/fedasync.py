@@ -30,8 +30,8 @@ class FedAsync:
     """Asynchronous mixing.
 
     Args:
-        alpha: weight of an update that is not late.
-        staleness: how it falls with the versions by which it is.
+        alpha: weight of an update without staleness.
+        staleness: how the weight falls with the staleness of an update.
     """
 
     alpha: Annotated[float, Gt(0), Le(1)] = 0.6

@@ -32,9 +32,9 @@ class FedBuff:
     """Buffered asynchronous aggregation.
 
     Args:
-        size: updates of an aggregation, K; the server's step is their mean.
-        alpha: weight of an update that is not late.
-        staleness: how it falls with the versions by which it is.
+        size: number of updates per aggregation, K; the server's step is their mean.
+        alpha: weight of an update without staleness.
+        staleness: how the weight falls with the staleness of an update.
         by_samples: weigh the updates by their clients' examples, which the paper does not.
     """
 

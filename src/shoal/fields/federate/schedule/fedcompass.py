@@ -49,8 +49,8 @@ class FedCompass:
         q_max: most local steps of a job; 0 for those of the run's jobs.
         q_min: fewest; 0 for a fifth of ``q_max``.
         latest: a group waits until this many times the time that its first member needs.
-        alpha: weight of an update that is not late.
-        staleness: how it falls with the versions by which it is.
+        alpha: weight of an update without staleness.
+        staleness: how the weight falls with the staleness of an update.
         normalise: weigh the updates of an aggregation as if each had come from their mean number
             of steps.
     """

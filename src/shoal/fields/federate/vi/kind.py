@@ -39,10 +39,14 @@ class SolveViKind(KindHere):
     flags: ClassVar = (
         Flag(name="method", path="method", help="extragradient, masha1, masha2."),
         Flag(name="clients", path="clients", help="Workers, such as 5 or 20@20Mbit."),
-        Flag(name="compressor", path="compressor", help="Of the workers, such as rand_k."),
-        Flag(name="step", path="step", help="Step gamma; the method's bound without it."),
+        Flag(
+            name="compressor",
+            path="compressor",
+            help="Compression of workers' messages, such as rand_k.",
+        ),
+        Flag(name="step", path="step", help="Step size gamma. [default: the method's bound]"),
         Flag(name="tolerance", path="tolerance", help="Error at which the run ends."),
-        Flag(name="iterations", path="iterations", help="After which it ends in any case."),
+        Flag(name="iterations", path="iterations", help="Maximum number of iterations."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (
@@ -69,12 +73,12 @@ class SolveViKind(KindHere):
         """Solve with processes of this machine."""
         from shoal.fields.federate.vi.execute import execute
 
-        require_extra("safetensors", purpose="messages between workers")
+        require_extra("safetensors", purpose="exchanging messages between workers")
         return partial(execute, plan)
 
     def describe(self, plan: SolveViPlan) -> str:
-        """The method, its step and its messages."""
-        return f"{plan.job.method}, step {plan.step:.3g}: {plan.why}"
+        """The method and its step."""
+        return f"{plan.job.method}, step {plan.step:.3g}"
 
     def results(self, report: SolveViReport, directory: Path) -> Sequence[Table | str]:
         """Some points of the curve."""

@@ -24,7 +24,7 @@ _LISTED = 30
 class CommunitiesKind(KindHere):
     """Find communities around vertices of a graph, by signatures of their neighbours."""
 
-    summary: ClassVar = "find who belongs to some vertices of a graph"
+    summary: ClassVar = "find the communities of given vertices of a graph"
     job_type: ClassVar = CommunitiesJob
     plan_type: ClassVar = CommunitiesPlan
     report_type: ClassVar = CommunitiesReport
@@ -40,19 +40,14 @@ class CommunitiesKind(KindHere):
         Flag(name="hashes", path="hashes", help="Slots of a signature."),
         Flag(name="threshold", path="threshold", help="Similarity of candidates."),
         Flag(name="serve_port", path="serve_port", help="Port of the explorer, until Ctrl-C."),
-        Flag(name="threads", path="threads", help="Threads that build."),
+        Flag(name="threads", path="threads", help="Number of threads."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (
         Quantity(
-            name="query_s",
-            label="time of a query (p95)",
-            unit="ms",
-            factor=1e3,
-            better="lower",
-            headline=True,
+            name="query_s", label="time of a query (p95)", unit="s", better="lower", headline=True
         ),
-        Quantity.of_time("median_s", "time of a query (median)", "ms"),
+        Quantity.of_time("median_s", "time of a query (median)"),
         Quantity.of_time("build_s", "time to build"),
         Quantity.of_time("read_s", "time to read"),
         Quantity.of_share("overlap", "overlap with exact answers", "higher"),

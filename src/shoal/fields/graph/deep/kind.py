@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from shoal.core.extras import require_extra
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.graph.deep.job import TrainDeepGnnJob, TrainDeepGnnPlan, TrainDeepGnnReport
@@ -36,7 +37,7 @@ class TrainDeepGnnKind(KindHere):
         Flag(name="layers", path="layers", help="Convolutions."),
         Flag(name="labels", path="labels", help="A file of ids and labels."),
         Flag(name="epochs", path="epochs", help="Steps, each over the whole graph."),
-        Flag(name="runs", path="runs", help="Trainings, each with a seed of its own."),
+        Flag(name="runs", path="runs", help="Training runs, each with its own seed."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (
@@ -51,6 +52,7 @@ class TrainDeepGnnKind(KindHere):
     def work(self, plan: TrainDeepGnnPlan) -> Callable[[RunProgress], RunOutcome]:
         from shoal.fields.graph.deep.execute import execute
 
+        require_extra("torch", purpose="training a deep graph network")
         return partial(execute, plan.job, plan.grid)
 
     def results(self, report: TrainDeepGnnReport, directory: Path) -> Sequence[Table | str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from shoal.core.parts import Choice, table
+from shoal.core.sizes import human_bytes
 from shoal.cost.pipeline.simulator import UniformLinks
 from shoal.fields.graph.deep.costs import DeepRates, DeepWork, rates_of
 from shoal.fields.graph.deep.inputs import deep_graph, divide
@@ -102,8 +103,8 @@ def _plan(
         },
         planner="rates of this processor",
         fits=not capacity or memory <= capacity,
-        why=f"{split}: {grid.stages} stages of {grid.parts} ranks, {grid.chunks} chunks; "
-        f"{sent / 1e6:,.0f} MB an epoch between ranks",
+        why=f"{split}: stages {grid.stages}, ranks of a stage {grid.parts}, chunks {grid.chunks}; "
+        f"{human_bytes(sent)} an epoch between ranks",
         grid=grid,
         num_nodes=work.num_nodes,
         replicas=work.replicas,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from shoal.core.extras import require_extra
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.graph.embedding.job import EmbedNodesJob, EmbedNodesPlan, EmbedNodesReport
 from shoal.fields.kinds import KindHere
 from shoal.ir import Flag, Quantity
+
+if TYPE_CHECKING:
+    from shoal.fields.running import RunOutcome, RunProgress
 
 # Counts of a report, with how they are called.
 _COUNTS = {
@@ -18,9 +22,9 @@ _COUNTS = {
     "nnz": "entries of the adjacency matrix",
     "isolated": "nodes without neighbours",
     "self_loops": "self-loops, left out",
-    "duplicate_edges": "edges given again, merged",
-    "train": "nodes that the classifier learned of",
-    "test": "nodes that it named",
+    "duplicate_edges": "duplicate edges, merged",
+    "train": "nodes that train the classifier",
+    "test": "nodes that test it",
 }
 
 
@@ -39,8 +43,8 @@ class EmbedNodesKind(KindHere):
     flags: ClassVar = (
         Flag(name="method", path="method", help="The embedder, fastrp or deepwalk."),
         Flag(name="labels", path="labels", help="A file of ids and labels; section or tags."),
-        Flag(name="train_share", path="train_share", help="Share of labels that are learned."),
-        Flag(name="threads", path="threads", help="Threads that embed."),
+        Flag(name="train_share", path="train_share", help="Share of the labels to train on."),
+        Flag(name="threads", path="threads", help="Number of threads."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (
@@ -51,6 +55,13 @@ class EmbedNodesKind(KindHere):
         Quantity.of_bytes("vector_bytes", "vectors"),
         Quantity.of_bytes("memory_bytes", "memory"),
     )
+
+    def work(self, plan: EmbedNodesPlan) -> Callable[[RunProgress], RunOutcome]:
+        """Embed and measure in this process."""
+        job = plan.job
+        if job.labels or job.data.partition(":")[0] in ("packages", "planted"):
+            require_extra("sklearn", purpose="testing vectors on labels")
+        return super().work(plan)
 
     def results(self, report: EmbedNodesReport, directory: Path) -> Sequence[Table | str]:
         """What was counted, and what lies where."""

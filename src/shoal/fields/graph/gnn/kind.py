@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shoal.core.extras import require_extra
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.fields.graph.gnn.job import TrainGnnJob, TrainGnnPlan, TrainGnnReport
@@ -31,12 +32,12 @@ class TrainGnnKind(KindHere):
     flags: ClassVar = (
         Flag(name="aggregator", path="aggregator", help="How neighbours are pooled, such as lcm."),
         Flag(name="labels", path="labels", help="A file of ids and labels."),
-        Flag(name="epochs", path="epochs", help="Passes over the nodes to learn of."),
-        Flag(name="neighbours", path="neighbours", help="Neighbours drawn for a node at most."),
+        Flag(name="epochs", path="epochs", help="Passes over the training nodes."),
+        Flag(name="neighbours", path="neighbours", help="Maximum neighbours sampled per node."),
         Flag(name="features", path="features", help="A .npy of the features of all nodes."),
         Flag(name="placement", path="placement", help="How features of a batch are gathered."),
-        Flag(name="runs", path="runs", help="Trainings, each with a seed of its own."),
-        Flag(name="threads", path="threads", help="Threads that train."),
+        Flag(name="runs", path="runs", help="Training runs, each with its own seed."),
+        Flag(name="threads", path="threads", help="Number of threads."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (
@@ -51,6 +52,7 @@ class TrainGnnKind(KindHere):
     def work(self, plan: TrainGnnPlan) -> Callable[[RunProgress], RunOutcome]:
         from shoal.fields.graph.gnn.execute import execute
 
+        require_extra("torch", purpose="training a graph neural network")
         # Steps over the whole graph gather nothing.
         placement = method_of(plan, "placement") if plan.job.fanouts else None
         return partial(execute, plan.job, method_of(plan, "aggregator"), placement)

@@ -26,17 +26,19 @@ class DatastoreKind(KindHere):
     subject: ClassVar = "data"
     example: ClassVar = {"data": "stdlib"}
     flags: ClassVar = (
-        Flag(name="store", path="store", help="A datastore that is there, instead of a new one."),
-        Flag(name="heldout", path="heldout", help="Text that is judged, and is not stored."),
+        Flag(name="store", path="store", help="An existing datastore, instead of a new one."),
         Flag(
-            name="pattern", path="pattern", help="Of the names of files, such as '*.md'.", read=str
+            name="heldout", path="heldout", help="Text on which perplexity is measured; not stored."
+        ),
+        Flag(
+            name="pattern", path="pattern", help="Pattern of file names, such as '*.md'.", read=str
         ),
         Flag(name="method", path="method", help="How passages are found: bm25 or dense."),
         Flag(name="readers", path="readers", help="Models whose perplexity is measured."),
         Flag(name="windows", path="windows", help="Windows of held-out text that are scored."),
-        Flag(name="k", path="k", help="Passages in front of a window."),
+        Flag(name="k", path="k", help="Passages put in front of a window."),
         Flag(name="pool", path="pool", help="Where shards are built: local or ray."),
-        Flag(name="workers", path="workers", help="Shards that are in work at a time."),
+        Flag(name="workers", path="workers", help="Shards processed at the same time."),
         Flag(name="threads", path="threads", help="Threads for building, searching, reading."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
@@ -76,9 +78,11 @@ class DatastoreKind(KindHere):
             right="r.rr",
         )  # fmt: skip
         lines = [str(line) for line in details.get("laws", {}).values()]
+        dropped = details.get("dropped", {})
+        words = ", ".join(f"{count:,} {why}" for why, count in dropped.items()) or "none"
         lines.append(
-            f"of the queries, {details.get('overlap', 0):.1%} found a passage that repeats what is "
-            f"judged; dropped: {details.get('dropped', {})}"
+            f"{details.get('overlap', 0):.1%} of the queries found a passage that repeats the "
+            f"held-out text; dropped: {words}"
         )
         lines += [f"{what}: {directory / name}" for name, what in details.get("files", {}).items()]
         return [table for table in (curve, front) if table.rows] + lines

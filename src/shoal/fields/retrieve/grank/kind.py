@@ -80,5 +80,6 @@ class RankPeersKind(KindHere):
             right="rrr",
         )
         sybils = report.details.get("sybils", {})
-        lines = [f"invented peers that move a document to the top: {sybils}"] if sybils else []
+        needed = ", ".join(f"{count:,} ({who})" for who, count in sybils.items())
+        lines = [f"invented peers that move a document to the top: {needed}"] if sybils else []
         return [curve, *lines, f"picture: {directory / 'curve.svg'}"]

@@ -282,7 +282,7 @@ class Peer:
 
     def _send(self, address: str, message: dict[str, Any]) -> Any:
         """The answer; None if there is none."""
-        http: Any = import_extra("httpx2", extra="run", purpose="messages between peers")
+        http: Any = import_extra("httpx2", extra="run", purpose="exchanging messages between peers")
         body = json.dumps(message, separators=(",", ":")).encode()
         try:
             answer = http.post(

@@ -38,7 +38,7 @@ class Flat:
         Raises:
             DataError: the file is missing or damaged.
         """
-        safe: Any = import_extra("safetensors", extra="run", purpose="files of indexes")
+        safe: Any = import_extra("safetensors", extra="run", purpose="a file of an index")
         path = directory / _FILE
         try:
             with safe.safe_open(path, "np") as file:
@@ -65,7 +65,7 @@ class _FlatVectors:
         return {"vectors": self.vectors.nbytes}
 
     def save(self, directory: Path) -> Sequence[str]:
-        numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="files of indexes")
+        numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="a file of an index")
         arrays = {"vectors": np.ascontiguousarray(self.vectors)}
         write_atomic(directory / _FILE, numpy.save(arrays, {"metric": self.metric}))
         return [_FILE]

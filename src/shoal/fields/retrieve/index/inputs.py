@@ -53,16 +53,17 @@ def shape_of(job: IndexJob) -> tuple[int, int]:
             return _enough(count, dim)
     else:
         count, dim, _ = vector_shape(job.data, job.columns)
-    return _enough(count - job.queries, dim)
+    return _enough(count, dim, held=job.queries)
 
 
-def _enough(count: int, dim: int) -> tuple[int, int]:
-    if count < _LEAST:
+def _enough(count: int, dim: int, held: int = 0) -> tuple[int, int]:
+    if count - held < _LEAST:
         raise VectorIndexError(
-            f"{count} vectors are left to index; expected at least {_LEAST}: give more of them, "
-            "or hold out fewer with --set queries=N"
+            f"data: {count:,} vectors, of which {held:,} are held out as queries; expected at "
+            f"least {_LEAST} others to index: give more vectors, or hold out fewer with "
+            "--set queries=N"
         )
-    return count, dim
+    return count - held, dim
 
 
 def read(job: IndexJob) -> IndexData:
@@ -82,7 +83,7 @@ def read(job: IndexJob) -> IndexData:
     else:
         rows, _ = read_vectors(job.data, job.columns)
     rows = checked_vectors(rows, rows.shape[1], job.metric)
-    _enough(len(rows) - job.queries, rows.shape[1])
+    _enough(len(rows), rows.shape[1], held=job.queries)
     order = np.random.default_rng(job.seed).permutation(len(rows))
     return IndexData(
         np.ascontiguousarray(rows[np.sort(order[job.queries :])]),

@@ -29,24 +29,17 @@ class IndexKind(KindHere):
         Flag(name="k", path="k", help="Neighbours of a query."),
         Flag(name="metric", path="metric", help="l2, ip or cosine."),
         Flag(name="method", path="method", help="The index, such as curator, hnsw or ivf_flat."),
-        Flag(name="recall", path="recall", help="Share of the neighbours that must be found."),
+        Flag(name="recall", path="recall", help="Required share of the true neighbours found."),
         Flag(name="threads", path="threads", help="Threads for building and searching."),
         Flag(name="seed", path="seed", help="Random seed."),
     )
     quantities: ClassVar = (
-        Quantity(
-            name="query_s",
-            label="time of a query",
-            unit="ms",
-            factor=1e3,
-            better="lower",
-            headline=True,
-        ),
+        Quantity(name="query_s", label="time of a query", unit="s", better="lower", headline=True),
         Quantity.of_share("recall", "recall", "higher"),
         Quantity.of_time("build_s", "time to build"),
         Quantity.of_bytes("index_bytes", "index"),
         Quantity.of_bytes("memory_bytes", "memory"),
-        Quantity.of_time("p95_s", "slowest of 20 queries", "ms"),
+        Quantity.of_time("p95_s", "slowest of 20 queries"),
     )
 
     def results(self, report: IndexReport, directory: Path) -> Sequence[Table | str]:

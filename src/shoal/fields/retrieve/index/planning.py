@@ -67,7 +67,7 @@ def _plan(
         predicted={
             "query_s": Interval.around(point.query_s * more.query, spread),
             "build_s": Interval.around(build_s * more.build, spread),
-            "recall": Interval.around(point.recall, 0.05),
+            "recall": Interval.around(point.recall, 0.05).capped(1.0),
             "index_bytes": Interval.around(size, 0.1),
             "memory_bytes": Interval.around(memory, 0.3),
         },

@@ -30,8 +30,8 @@ class RecommendKind(KindHere):
     example: ClassVar = {"data": "streams:200", "dim": 16, "blocks": 1, "length": 32}
     flags: ClassVar = (
         Flag(name="method", path="method", help="The recommender: hstu, sasrec or popular."),
-        Flag(name="length", path="length", help="Most events of a history."),
-        Flag(name="dim", path="dim", help="Numbers of an event."),
+        Flag(name="length", path="length", help="Maximum events per history."),
+        Flag(name="dim", path="dim", help="Width of an event's embedding."),
         Flag(name="blocks", path="blocks", help="Layers of the network."),
         Flag(name="epochs", path="epochs", help="Passes over the events."),
         Flag(name="threads", path="threads", help="Threads of the network."),
@@ -41,7 +41,7 @@ class RecommendKind(KindHere):
         Quantity(name="train_s", label="time to learn", unit="s", better="lower", headline=True),
         Quantity.of_share("hr10", "hits among 10", "higher"),
         Quantity.of_share("ndcg10", "NDCG among 10", "higher"),
-        Quantity.of_time("request_s", "time of a request", "ms"),
+        Quantity.of_time("request_s", "time of a request"),
         Quantity.of_bytes("memory_bytes", "memory"),
     )
 
@@ -49,16 +49,16 @@ class RecommendKind(KindHere):
         """Every recommender, timed in a few steps; networks before counts."""
         from shoal.fields.retrieve.recommend.planning import plan_recommend
 
-        require_extra("torch", purpose="networks of events")
+        require_extra("torch", purpose="a network of events")
         return plan_recommend(job, machine)
 
     def work(self, plan: RecommendPlan) -> Callable[[RunProgress], RunOutcome]:
         from shoal.fields.retrieve.recommend.execute import execute
 
-        require_extra("torch", purpose="networks of events")
+        require_extra("torch", purpose="a network of events")
         return partial(execute, plan.job, method_of(plan))
 
     def results(self, report: RecommendReport, directory: Path) -> Sequence[Table | str]:
         """Where the recommender lies, and how many events were judged."""
         files = ", ".join(str(directory / name) for name in report.details.get("files", []))
-        return [f"judged: {report.details.get('judged', 0):,} events", f"files:  {files}"]
+        return [f"tested on {report.details.get('judged', 0):,} events", f"files:  {files}"]

@@ -30,12 +30,12 @@ class SearchKind(KindHere):
     flags: ClassVar = (
         Flag(name="load", path="documents", help="Documents to load a server with, and to search."),
         Flag(name="points", path="points", help="Points of the collection."),
-        Flag(name="dim", path="dim", help="Numbers of a vector."),
-        Flag(name="embedder", path="embedder", help="What makes vectors of texts."),
+        Flag(name="dim", path="dim", help="Dimensions of a vector."),
+        Flag(name="embedder", path="embedder", help="Model that makes vectors of texts."),
         Flag(name="method", path="method", help="dense, bm25 or hybrid."),
-        Flag(name="clients", path="clients", help="Clients of the load."),
+        Flag(name="clients", path="clients", help="Concurrent clients of the load."),
         Flag(name="host", path="host", help="Address to listen on."),
-        Flag(name="port", path="port", help="0 for any free one."),
+        Flag(name="port", path="port", help="Port to listen on; 0 for any free port."),
         Flag(name="keys", path="keys", help="File of API keys and their tenants."),
     )
     quantities: ClassVar = (

@@ -21,7 +21,7 @@ from shoal.ir import Flag, Quantity
 class SearchFunctionsKind(KindHere):
     """Search vectors by a tree of short-lived functions, and what that costs."""
 
-    summary: ClassVar = "search vectors by a tree of short-lived functions, and what that costs"
+    summary: ClassVar = "search vectors by a tree of serverless functions"
     job_type: ClassVar = SearchFunctionsJob
     plan_type: ClassVar = SearchFunctionsPlan
     report_type: ClassVar = SearchFunctionsReport
@@ -35,7 +35,7 @@ class SearchFunctionsKind(KindHere):
         Flag(name="tree", path="tree", help="Allocators, such as 4x3 for 84 of them."),
         Flag(name="parts", path="parts", help="Parts of the vectors, a function for each."),
         Flag(name="k", path="k", help="Neighbours of a query."),
-        Flag(name="queries", path="queries", help="Vectors that are searched for, in one batch."),
+        Flag(name="queries", path="queries", help="Query vectors, searched in one batch."),
         Flag(name="selectivity", path="selectivity", help="Share of the vectors that pass."),
         Flag(name="latency", path="latency_s", help="Emulated seconds of a dispatch."),
         Flag(name="seed", path="seed", help="Random seed."),

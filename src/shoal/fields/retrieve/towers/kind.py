@@ -36,7 +36,7 @@ class TrainTowersKind(KindHere):
         Flag(name="large", path="large", help="Large towers: S, M, L, LAYERSxWIDTH, a directory."),
         Flag(name="small", path="small", help="Small towers."),
         Flag(name="epochs", path="epochs", help="Passes over the pairs."),
-        Flag(name="batch", path="batch", help="Pairs of a step."),
+        Flag(name="batch", path="batch", help="Pairs per step."),
         Flag(name="ranks", path="ranks", help="Processes that share each batch."),
         Flag(name="threads", path="threads", help="Threads of each process."),
         Flag(name="seed", path="seed", help="Random seed."),
@@ -52,14 +52,14 @@ class TrainTowersKind(KindHere):
         """Both ways; two stages before one, which is quicker and retrieves less."""
         from shoal.fields.retrieve.towers.planning import plan_towers
 
-        require_extra("torch", purpose="text towers")
+        require_extra("torch", purpose="training text towers")
         return plan_towers(job, machine)
 
     def work(self, plan: TrainTowersPlan) -> Callable[[RunProgress], RunOutcome]:
         """Train and judge, in this process or on the ranks of the job."""
         from shoal.fields.retrieve.towers.execute import execute
 
-        require_extra("torch", purpose="text towers")
+        require_extra("torch", purpose="training text towers")
         return partial(execute, plan.job, method_of(plan))
 
     def describe(self, plan: TrainTowersPlan) -> str:

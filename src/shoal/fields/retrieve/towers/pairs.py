@@ -112,8 +112,9 @@ def split_pairs(pairs: TextPairs, held: int) -> PairSplit:
     left = len(pairs) - 2 * held
     if held < 1 or left < 2:
         raise TowerError(
-            f"held = {held} of {len(pairs)} pairs: {max(left, 0)} are left to learn from; expected "
-            "at least 2: give more pairs, or hold out fewer"
+            f"held = {held}: {2 * held:,} of {len(pairs):,} pairs are held out for validation and "
+            f"test; expected at least 2 others to train on: give more pairs, or hold out fewer "
+            "with --set held=N"
         )
     at = (0, left, left + held, len(pairs))
     parts = [TextPairs(pairs.queries[a:b], pairs.documents[a:b]) for a, b in itertools.pairwise(at)]

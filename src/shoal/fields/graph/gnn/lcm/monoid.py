@@ -28,7 +28,7 @@ _TRIPLES = 64
 def native() -> ctypes.CDLL | None:
     """The functions of ``kernel.cpp``; None where they cannot be built: PyTorch's do the same."""
     source = Path(__file__).with_name("kernel.cpp").read_text("utf-8")
-    flags = ("-fopenmp", "-ffast-math", "-mprefer-vector-width=512")
+    flags = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=512")
     try:
         library = build(source, name="lcm", flags=flags)
     except BuildError:

@@ -342,7 +342,7 @@ class CuratorIndex:
         Raises:
             VectorIndexError: a tenant has another name.
         """
-        numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="files of indexes")
+        numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="a file of an index")
         names = list(self._numbers)
         if not all(isinstance(one, str | int) for one in names):
             raise VectorIndexError("curator: only tenants named by text or numbers can be saved")
@@ -369,7 +369,7 @@ class CuratorIndex:
         Raises:
             VectorIndexError: the file is none, or is damaged.
         """
-        safe: Any = import_extra("safetensors", extra="run", purpose="files of indexes")
+        safe: Any = import_extra("safetensors", extra="run", purpose="a file of an index")
         try:
             with safe.safe_open(path, "np") as file:
                 words = json.loads(file.metadata()["curator"])

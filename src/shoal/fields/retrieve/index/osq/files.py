@@ -36,7 +36,7 @@ def save_index(index: OSQIndex, directory: Path) -> Path:
         VectorIndexError: nothing is indexed; there is something of that name, or the file system
             refuses.
     """
-    numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="files of indexes")
+    numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="a file of an index")
     if not len(index):
         raise VectorIndexError("osq: nothing is indexed; call build(vectors) first")
     words = {
@@ -127,7 +127,7 @@ def load_part(directory: Path, part: int) -> tuple[OSQIndex, int]:
 @contextlib.contextmanager
 def _damage(directory: Path) -> Iterator[None]:
     """Whatever a damaged file leads to is one error."""
-    damaged = import_extra("safetensors", extra="run", purpose="files of indexes").SafetensorError
+    damaged = import_extra("safetensors", extra="run", purpose="a file of an index").SafetensorError
     try:
         yield
     except (
@@ -176,7 +176,7 @@ def _common(
 
 
 def _read(path: Path) -> tuple[Mapping[str, np.ndarray], int]:
-    numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="files of indexes")
+    numpy: Any = import_extra("safetensors.numpy", extra="run", purpose="a file of an index")
     text = path.read_bytes()
     arrays: Mapping[str, np.ndarray] = numpy.load(text)
     return arrays, len(text)
