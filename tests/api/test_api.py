@@ -221,3 +221,10 @@ def test_the_file_of_a_shape_is_a_model(tmp_path):
     )
     assert shoal.plan(str(shape), machine="8xH100").best.shape.name == "mine"
     assert shoal.plan(shape, machine="H100", kind="serve").best.shape.num_layers == 32
+
+
+def test_a_misspelled_subject_is_named_and_not_a_missing_one():
+    with pytest.raises(ConfigError, match="dta: not a setting .* did you mean 'data'"):
+        shoal.plan(kind="cluster", dta="points.npy")
+    with pytest.raises(ConfigError, match="data: missing"):
+        shoal.plan(kind="cluster")

@@ -78,7 +78,7 @@ def read_job(
     Raises:
         ConfigError: a value does not fit, or there is no such key.
     """
-    flags = _flags(kind, values or {})
+    flags = paths_of(kind, values or {})
     base: Job | None = None
     file = _file(source)
     if isinstance(source, Job):
@@ -109,8 +109,12 @@ def _file(source: JobSource | None) -> Path | None:
     return None if isinstance(raw, Mapping) and "num_layers" in raw else Path(source)
 
 
-def _flags(kind: JobKind, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted path -> value, of keywords that are fields or flags."""
+def paths_of(kind: JobKind, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted path -> value, of keywords that are fields or flags.
+
+    Raises:
+        ConfigError: there is no such field or flag.
+    """
     by_name = {flag.name: flag for flag in kind.flags}
     known = kind.job_type.model_fields
     result: dict[str, Any] = {}

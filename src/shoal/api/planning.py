@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from shoal.api.jobs import JobSource, kind_of_source, machine_of, read_job
+from shoal.api.jobs import JobSource, kind_of_source, machine_of, paths_of, read_job
 from shoal.api.plans import Plans
 from shoal.core.errors import ConfigError
 from shoal.cost.calibration import calibrated
@@ -55,6 +55,7 @@ def plan(
     """
     chosen = kind_of_source(job, kind)
     if job is None and values.get(chosen.subject) is None:
+        paths_of(chosen, values)  # a misspelled key is the cause of a missing one
         raise ConfigError(f"{chosen.subject}: missing; give a name, a directory or a job in YAML")
     target = machine_of(machine)
     notes: tuple[str, ...] = ()
