@@ -224,7 +224,7 @@ def test_the_file_of_a_shape_is_a_model(tmp_path):
 
 
 def test_a_misspelled_subject_is_named_and_not_a_missing_one():
-    with pytest.raises(ConfigError, match="dta: not a setting .* did you mean 'data'"):
+    with pytest.raises(ConfigError, match=r"dta: not a setting .* did you mean 'data'"):
         shoal.plan(kind="cluster", dta="points.npy")
     with pytest.raises(ConfigError, match="data: missing"):
         shoal.plan(kind="cluster")
