@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -144,9 +145,20 @@ def test_what_a_killed_process_left_is_swept(root):
     assert name in namespaces()
     assert name in sweep()
     assert name not in namespaces()
-    state = Path(f"/proc/{pid}/stat")
-    # It is gone, or a zombie of whoever reaps orphans here.
-    assert not state.exists() or state.read_text().split(")")[1].split()[0] in "ZX"
+    # It will be gone, or a zombie of whoever reaps orphans here: it was killed, and dies when it is
+    # next scheduled.
+    end = time.monotonic() + 30
+    while time.monotonic() < end and _lives(pid):
+        time.sleep(0.01)
+    assert not _lives(pid)
+
+
+def _lives(pid: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def test_says_why_it_cannot(monkeypatch):
