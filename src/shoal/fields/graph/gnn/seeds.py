@@ -38,6 +38,8 @@ def train_seeds(
     Returns:
         What is kept of each network.
     """
+    # An optimizer imports it when it is first made: a second that is no training.
+    import torch._dynamo  # noqa: F401
     from safetensors.torch import save
 
     rows: list[dict[str, Any]] = list((progress.state or {}).get("seeds", []))
