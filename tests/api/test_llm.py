@@ -152,7 +152,8 @@ def test_the_server_gives_the_same_answers(llm, directory):
         own = [
             row[token].logprob for token, row in zip(output.token_ids, output.logprobs, strict=True)
         ]
-        assert own[: len(theirs)] == theirs
+        # Both answers are computed in one step or one after the other, which rounds otherwise.
+        assert own[: len(theirs)] == pytest.approx(theirs, abs=1e-5)
     (mine,) = llm.generate(TEXTS[3], SamplingOptions(**words, **form))
     assert [o.token_ids for o in mine.outputs] == [c["token_ids"] for c in formed["choices"]]
     (mine,) = llm.generate(fresh, SamplingOptions(max_tokens=1, prompt_logprobs=2))
