@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from served_job import ServedJob
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.parts import Choice
 from shoal.fields.data.minhash import Bands, MinHasher, bands_reaching, collision
@@ -596,17 +595,3 @@ def test_queries_over_http(signed) -> None:
         taken = AppOptions(port=int(url.rpartition(":")[2]))
         with pytest.raises(ServeError, match="port"), community_server(signed, taken):
             pass
-
-
-@pytest.mark.slow
-def test_the_explorer_is_served_until_ctrl_c_and_then_the_report_is_written(tmp_path) -> None:
-    from urllib.request import urlopen
-
-    run = tmp_path / "run"
-    small = ("--set", "threshold=0.02", "--set", "queries=5", "--set", "judged=2")
-    served = ServedJob("communities", "planted:400", run, *small, "--serve-port", "0")
-    with urlopen(f"{served.url}/?seeds=3,4&size=9", timeout=30) as response:
-        assert "<svg" in response.read().decode()
-    out = served.stop()
-    assert served.process.returncode == 0 and "Traceback" not in out, out
-    assert json.loads((run / "report.json").read_text())["measured"]["query_s"] > 0

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from served_job import ServedJob
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.parts import Choice, table
 from shoal.fields.graph.communities import SignatureGraph
@@ -112,3 +113,17 @@ def test_more_work_is_predicted_to_take_longer():
         more = work.model_copy(update={"candidates": 4000, "size": 200})
         assert part.estimate(more, machine).step_s.value > 2 * once.step_s.value
         assert part.estimate(more, machine).memory_total > once.memory_total
+
+
+@pytest.mark.slow
+def test_the_explorer_is_served_until_ctrl_c_and_then_the_report_is_written(tmp_path) -> None:
+    from urllib.request import urlopen
+
+    run = tmp_path / "run"
+    small = ("--set", "threshold=0.02", "--set", "queries=5", "--set", "judged=2")
+    served = ServedJob("communities", "planted:400", run, *small, "--serve-port", "0")
+    with urlopen(f"{served.url}/?seeds=3,4&size=9", timeout=30) as response:
+        assert "<svg" in response.read().decode()
+    out = served.stop()
+    assert served.process.returncode == 0 and "Traceback" not in out, out
+    assert json.loads((run / "report.json").read_text())["measured"]["query_s"] > 0

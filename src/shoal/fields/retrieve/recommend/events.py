@@ -95,7 +95,7 @@ def _seconds(column: Any, data: str, name: str) -> np.ndarray:
     else:
         try:
             times = column.cast(pa.float64()).to_numpy()
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as cause:
+        except pa.ArrowException as cause:
             raise EventError(f"{data}: column {name!r}: expected numbers or times") from cause
     if not np.isfinite(times).all():
         raise EventError(f"{data}: column {name!r}: a time is missing or is not finite")
